@@ -1,0 +1,97 @@
+"""What an objective is: `advantages(...)` then `loss(...)`, both pure.
+
+Tensors are flat over tokens: all response tokens of all sequences of a micro-batch laid end to end, N of them, with
+`sequence_N` saying whose each is. There is no padding, so packing and micro-batch split cannot change a result, and every
+normaliser is a global count passed in. Inside an objective everything is float32 (float64 stays float64); masked values never
+touch a result, even when they are NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Rewards of a batch of S sequences in groups.
+
+    Attributes:
+        reward_S: float; NaN where the reward is None (such a sample leaves every baseline and gets advantage 0).
+        group_S: int64, the index of each sequence's group, groups numbered from 0.
+        length_S: int64, trained tokens of each sequence.
+        parts: name -> float [S]; each reward function on its own, for estimators that normalise them one by one.
+    """
+
+    reward_S: Tensor
+    group_S: Tensor
+    length_S: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Global normalisers of one optimizer step, over all micro-batches and ranks.
+
+    Attributes:
+        tokens: trained tokens. sequences: sequences with at least one trained token. max_tokens: the longest allowed
+            response, Dr.GRPO's constant.
+    """
+
+    tokens: int
+    sequences: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """One micro-batch of N response tokens of sequences 0..S-1, as the loss sees it.
+
+    Attributes:
+        logprobs_N: of the current policy at the sampling temperature; requires grad.
+        old_logprobs_N: of the policy that the ratio is taken against (the engine's record, or the trainer's at the step's start).
+        rollout_logprobs_N: the engine's record.
+        advantages_N: float.
+        mask_N: bool; False is never trained and never counted.
+        sequence_N: int64. num_sequences: S of this micro-batch.
+        sequence_length_S: int64, trained tokens of each sequence (a sequence is never split over micro-batches).
+        entropy_N: of the current policy, detached unless the objective asks for its gradient; may be None.
+        reference_logprobs_N: of the reference model, or None without one.
+    """
+
+    logprobs_N: Tensor
+    old_logprobs_N: Tensor
+    rollout_logprobs_N: Tensor
+    advantages_N: Tensor
+    mask_N: Tensor
+    sequence_N: Tensor
+    num_sequences: int
+    sequence_length_S: Tensor
+    entropy_N: Tensor | None = None
+    reference_logprobs_N: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutput:
+    """`loss`: scalar; micro-batch losses of one step add up to the step's loss. `sums`: detached scalars that add up over
+    micro-batches and ranks; the trainer divides each by the step's token count and reports it under its name."""
+
+    loss: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+
+AdvantageFn = Callable[[Rewards], Tensor]
+"""Rewards of S sequences -> advantages float [S], constant over a sequence's tokens."""
+
+
+class LossFn(Protocol):
+    def __call__(self, tokens: Tokens, counts: Counts) -> LossOutput: ...
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` with 0 where `mask` is False, so that neither NaN values nor NaN gradients of masked places get through."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))

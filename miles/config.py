@@ -1,0 +1,186 @@
+"""Typed configuration from a TOML recipe and `key=value` overrides, remembering where each value came from.
+
+This module knows no section: every package declares its own in its `config.py` by subclassing `Section`, and
+`miles/run/recipe.py` composes them. Errors name the key, quote the value, say where it was written and what to change.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+T = TypeVar("T", bound="Section")
+
+
+class ConfigError(ValueError):
+    """A recipe or override that the user has to change."""
+
+
+class Section(BaseModel):
+    """Base of every configuration section: keyword-only, immutable, unknown keys refused, values never coerced loosely."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[T]):
+    """A validated configuration and, for every leaf key, its origin: `default`, `recipe.toml:12` or `command line`."""
+
+    config: T
+    origins: dict[str, str]
+
+    def leaves(self) -> Iterator[tuple[str, Any, str]]:
+        """Every leaf as `(dotted key, value, origin)`, in declaration order."""
+        for key, value in _leaves(self.config.model_dump(mode="json"), ""):
+            yield key, value, self.origins.get(key) or _parent_origin(key, self.origins)
+
+
+def load(schema: type[T], path: Path | str | None, overrides: Sequence[str] = ()) -> Resolved[T]:
+    """Read `path` (TOML, may be None), apply `overrides` (`a.b=value`, later ones win) and validate against `schema`.
+
+    An override's value is read as TOML (`3`, `1e-4`, `true`, `["a"]`) and, where that fails, as a plain string.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, a key is unknown (the nearest valid one is named), or a value is wrong.
+    """
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if path is not None:
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from error
+        try:
+            tree = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        lines = _line_numbers(text)
+        for key, _ in _leaves(tree, ""):
+            origins[key] = f"{path.name}:{lines[key]}" if key in lines else path.name
+    for override in overrides:
+        key, value = _parse_override(override)
+        _set(tree, key, value, override)
+        origins = {k: v for k, v in origins.items() if not k.startswith(key + ".")}
+        origins[key] = "command line"
+    try:
+        config = schema.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, schema, origins)) from None
+    return Resolved(config, origins)
+
+
+def nearest(name: str, valid: Sequence[str]) -> str:
+    """`; did you mean 'x'?` when something valid is close to `name`, else the list of valid names."""
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; valid: {', '.join(sorted(valid))}"
+
+
+def describe(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str, Any, str]]:
+    """Every option of `schema` as `(dotted key, type, default, help)`; nested sections are walked."""
+    for name, field in schema.model_fields.items():
+        inner = _section_type(field.annotation)
+        if inner is not None:
+            yield from describe(inner, f"{prefix}{name}.")
+        else:
+            default = "(required)" if field.is_required() else field.get_default(call_default_factory=True)
+            yield f"{prefix}{name}", _type_name(field.annotation), default, field.description or ""
+
+
+def _section_type(annotation: Any) -> type[Section] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def _type_name(annotation: Any) -> str:
+    if isinstance(annotation, type) and not getattr(annotation, "__args__", None):
+        return annotation.__name__
+    return re.sub(r"\b(typing|pathlib|collections\.abc)\.|miles\.\w+\.config\.", "", str(annotation)).replace("Literal", "")
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and (node or not prefix):
+        for key, value in node.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, node
+
+
+def _parent_origin(key: str, origins: dict[str, str]) -> str:
+    """A value inside an overridden table or list item inherits the origin of the nearest parent that has one."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        if key in origins:
+            return origins[key]
+    return "default"
+
+
+_TABLE = re.compile(r"^\s*\[+\s*([\w.\-\"']+)\s*\]+")
+_KEY = re.compile(r"^\s*([\w.\-\"']+)\s*=")
+
+
+def _line_numbers(text: str) -> dict[str, int]:
+    """Line of each `key =` in a TOML text. For messages only, so a key inside a multi-line string does no harm."""
+    table, lines = "", {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _TABLE.match(line):
+            table = match[1].replace('"', "").replace("'", "") + "."
+        elif match := _KEY.match(line):
+            lines.setdefault(table + match[1].replace('"', "").replace("'", ""), number)
+    return lines
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    key, equals, raw = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} is not of the form key=value, for example trainer.lr=1e-4")
+    try:
+        return key, tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, raw
+
+
+def _set(tree: dict[str, Any], key: str, value: Any, override: str) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {part!r} is a value, not a section")
+    tree[last] = value
+
+
+def _explain(error: ValidationError, schema: type[Section], origins: dict[str, str]) -> str:
+    messages = []
+    for item in error.errors():
+        location = [str(part) for part in item["loc"]]
+        key = ".".join(location)
+        where = origins.get(key) or _parent_origin(key, origins)
+        at = f" ({where})" if where != "default" else ""
+        if item["type"] == "extra_forbidden":
+            messages.append(f"unknown option {key!r}{at}{_nearest_option(location, schema)}")
+        elif item["type"] == "missing":
+            messages.append(f"option {key!r} is missing: add it to the recipe or pass {key}=VALUE")
+        elif item["type"] == "value_error" and not isinstance(item["input"], (str, int, float)):
+            messages.append(f"{key}{at}: {item['ctx']['error']}" if key else str(item["ctx"]["error"]))
+        else:
+            messages.append(f"{key} = {item['input']!r}{at}: {item['msg'].removeprefix('Value error, ')}")
+    return "\n".join(messages)
+
+
+def _nearest_option(location: list[str], schema: type[Section]) -> str:
+    section = schema
+    for part in location[:-1]:
+        inner = _section_type(section.model_fields[part].annotation) if part in section.model_fields else None
+        if inner is None:
+            return ""
+        section = inner
+    return nearest(".".join(location), [".".join([*location[:-1], name]) for name in section.model_fields])

@@ -1,0 +1,1 @@
+"""Samples, groups and batches; prompt datasets; chat templates and masks; packing."""

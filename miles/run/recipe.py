@@ -1,0 +1,93 @@
+"""The configuration trees of `miles rl`, `miles sft` and `miles evaluate`: each package's own section, composed."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from algorithms.config import AlgorithmConfig
+from miles.config import Section
+from miles.core.checkpoint.config import CheckpointConfig
+from miles.core.model.config import ModelConfig
+from miles.data.config import PromptDataConfig, SFTDataConfig
+from miles.tracking.config import TrackingConfig
+from rollout.config import EvaluateConfig, RewardConfig, RolloutConfig
+from trainer.config import TrainerConfig
+from weight_sync.config import WeightSyncConfig
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    folder: str = Field("runs/run", description="run folder; it must be new or empty unless --resume is given")
+    seed: int = Field(0, ge=0, description="seed of everything: data order, sampling, initialisation")
+    steps: int = Field(100, ge=1, description="training steps; each takes one batch")
+    max_staleness: int = Field(
+        0, ge=0, le=1, description="weight versions between a group's oldest token and the update that trains on it: 0 synchronous, 1 one-step-off"
+    )
+
+
+class ClusterConfig(Section):
+    """The Ray cluster."""
+
+    address: str | None = Field(None, description="address of a running Ray cluster (host:port, or auto); null starts one here and ends it with the run")
+    object_store_mb: int = Field(256, ge=80, description="Ray's shared memory when a cluster is started here, in MiB")
+
+
+class RLRecipe(Section):
+    """`miles rl`: GRPO-family training of a policy on prompts with rewards."""
+
+    run: RunConfig = RunConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    model: ModelConfig
+    data: PromptDataConfig = PromptDataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _arithmetic(self) -> RLRecipe:
+        prompts, group, updates = self.rollout.prompts_per_step, self.rollout.samples_per_prompt, self.trainer.optimizer_steps_per_batch
+        if prompts % updates:
+            raise ValueError(
+                f"rollout.prompts_per_step = {prompts} does not divide into trainer.optimizer_steps_per_batch = {updates}: "
+                f"{prompts} / {updates} = {prompts / updates:.2f} prompts per optimizer step; groups are never split"
+            )
+        if group == 1 and self.algorithm.advantages == "grpo":
+            raise ValueError(
+                "rollout.samples_per_prompt = 1 with algorithm.advantages = 'grpo': a group of one has no baseline and learns nothing; use at least 2"
+            )
+        if self.rollout.temperature == 0:
+            raise ValueError("rollout.temperature = 0 samples greedily: every sample of a group would be the same; use a temperature above 0")
+        if self.model.true_on_policy and self.model.dtype != "float32":
+            raise ValueError(f"model.true_on_policy needs model.dtype = 'float32', not {self.model.dtype!r}")
+        return self
+
+
+class SFTRecipe(Section):
+    """`miles sft`: supervised fine-tuning on conversations."""
+
+    run: RunConfig = RunConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    model: ModelConfig
+    data: SFTDataConfig = SFTDataConfig()
+    batch_size: int = Field(32, ge=1, description="conversations of one optimizer step")
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+
+class EvaluateRecipe(Section):
+    """`miles evaluate`: pass@k of a model on prompts with rewards."""
+
+    run: RunConfig = RunConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    model: ModelConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    tracking: TrackingConfig = TrackingConfig()

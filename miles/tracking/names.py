@@ -1,0 +1,59 @@
+"""The one list of metric names. A record with a name that is not here is refused, so that dashboards never drift."""
+
+from __future__ import annotations
+
+METRICS: dict[str, str] = {
+    # rewards and groups
+    "reward/mean": "mean reward of the trained batch",
+    "reward/std": "standard deviation of the rewards over the batch",
+    "reward/none": "samples whose reward is None (failed or unknown), excluded from every baseline",
+    "groups/trained": "groups of the batch",
+    "groups/zero_variance": "groups whose rewards are all equal: they teach nothing",
+    "groups/filtered": "groups dropped by dynamic sampling since the last step",
+    "groups/failed": "groups that failed or timed out since the last step",
+    "groups/exhausted": "groups given up after max_attempts since the last step",
+    "groups/refused_stale": "finished groups refused because they were older than max_staleness",
+    # lengths
+    "length/mean": "mean response tokens",
+    "length/max": "longest response in tokens",
+    "length/truncated": "share of responses that met max_new_tokens",
+    # loss and optimizer
+    "loss/total": "the loss that was differentiated",
+    "loss/policy": "policy part of the loss",
+    "loss/nll": "negative log-likelihood per trained token, nats (SFT)",
+    "policy/ratio_mean": "mean importance ratio over trained tokens",
+    "policy/clip_fraction": "share of trained tokens whose ratio was clipped",
+    "policy/entropy": "mean entropy of the policy, nats per token",
+    "policy/kl": "mean KL estimate to the reference, nats per token",
+    "optimizer/grad_norm": "global gradient norm before clipping",
+    "optimizer/lr": "learning rate of this step",
+    "optimizer/empty_steps": "optimizer steps without a trained token or with a gradient that is not finite; the weights did not move",
+    # engine against trainer
+    "mismatch/logprob_abs_mean": "mean |engine log-prob - trainer log-prob| over trained tokens",
+    "mismatch/logprob_abs_max": "largest |engine log-prob - trainer log-prob|; 0.0 with true_on_policy",
+    # versions
+    "staleness/mean": "mean weight versions between a token and the update that trains on it",
+    "staleness/max": "the largest of them; never above max_staleness",
+    "version/trained": "weight version after this step",
+    # time and throughput
+    "seconds/step": "wall-clock of the whole step",
+    "seconds/rollout_wait": "waiting for finished groups",
+    "seconds/train": "trainer step",
+    "seconds/weight_sync": "publishing the new version",
+    "seconds/checkpoint": "starting (and waiting for) checkpoints",
+    "seconds/evaluate": "evaluation",
+    "throughput/generated_tokens_per_s": "response tokens of the batch per second of the step",
+    "throughput/trained_tokens_per_s": "prompt and response tokens per second of trainer step",
+    "tokens/trained": "trained tokens of the step",
+    # weight sync
+    "weight_sync/bytes": "bytes that left the trainer",
+    # evaluation
+    "eval/pass_at_1": "pass@1, unbiased estimate over the evaluation prompts",
+    "eval/pass_at_k": "pass@k for the largest k asked for",
+    "eval/greedy": "share of greedy answers that are correct",
+    "eval/reward_mean": "mean reward of sampled answers",
+    "eval/length_mean": "mean tokens of sampled answers",
+    "eval/truncated": "share of sampled answers that met max_new_tokens",
+    "eval/failed": "samples without a reward, counted as not correct",
+    "eval/version": "the one weight version that all of the evaluation used",
+}

@@ -1,0 +1,71 @@
+"""The `[rollout]`, `[reward]` and `[evaluate]` sections."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from miles.config import Section
+from miles.data.config import PromptDataConfig
+
+
+class SamplingConfig(Section):
+    """How tokens are chosen."""
+
+    temperature: float = Field(1.0, ge=0, description="the trainer scores at the same temperature; 0 is greedy")
+    top_k: int = Field(0, ge=0, description="0 keeps every token")
+    top_p: float = Field(1.0, gt=0, le=1, description="1 keeps every token")
+    max_new_tokens: int = Field(256, ge=1, description="longest response")
+    stop: list[str] = Field(default_factory=list, description="extra stop tokens by text, each one token; the model's end-of-turn token always stops")
+
+
+class RolloutConfig(SamplingConfig):
+    """Engines, and how many prompts and samples a step takes."""
+
+    engine: Literal["torch", "sglang"] = Field("torch", description="torch: in the rollout actor, for laptops and exact runs; sglang: the real server")
+    engines: int = Field(1, ge=1, description="number of engines, one rollout actor each")
+    prompts_per_step: int = Field(8, ge=1, description="prompts of one training step")
+    samples_per_prompt: int = Field(8, ge=1, description="group size G")
+    max_attempts: int = Field(3, ge=1, description="how often a failed group is tried before it counts as exhausted")
+    timeout_s: float = Field(600.0, gt=0, description="deadline of one group, generation and rewards, in seconds")
+    max_running: int = Field(256, ge=1, description="sequences decoded at once by one engine")
+    threads: int = Field(1, ge=1, description="CPU threads of each engine")
+    gpus_per_engine: float = Field(0, ge=0, description="GPUs of each engine; 0 runs on CPU")
+    sglang_args: dict[str, Any] = Field(default_factory=dict, description="more arguments of the SGLang server, as in its ServerArgs")
+
+
+class RewardItem(Section):
+    """One reward function."""
+
+    name: str = Field(description="exact_match, math, length, format, or a function of yours as module:function")
+    weight: float = Field(1.0, description="the total reward is the weighted sum")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+
+
+class RewardConfig(Section):
+    """What is rewarded."""
+
+    functions: list[RewardItem] = Field(default_factory=lambda: [RewardItem(name="exact_match")], description="reward functions, summed by weight")
+    timeout_s: float = Field(10.0, gt=0, description="deadline of one call; after it the reward is None and is counted")
+    workers: int = Field(1, ge=1, description="processes for graders that need one (math)")
+    max_failures: int = Field(64, ge=1, description="failures in a row after which the run ends with the last traceback")
+
+
+class EvaluateConfig(SamplingConfig):
+    """Evaluation on its own data."""
+
+    data: PromptDataConfig = Field(default_factory=PromptDataConfig)
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: never during the run")
+    at_start: bool = Field(True, description="also before the first step (where every > 0)")
+    samples_per_prompt: int = Field(1, ge=1, description="samples n for pass@k")
+    k: list[int] = Field(default_factory=lambda: [1], description="the k of pass@k; each at most samples_per_prompt")
+    greedy: bool = Field(False, description="also one greedy answer per prompt")
+    pass_threshold: float = Field(1.0, description="a sample with at least this reward counts as correct")
+
+    @model_validator(mode="after")
+    def _k_fits(self) -> EvaluateConfig:
+        too_large = [k for k in self.k if k > self.samples_per_prompt]
+        if too_large:
+            raise ValueError(f"evaluate.k has {too_large[0]}, but samples_per_prompt is {self.samples_per_prompt}: pass@k needs at least k samples")
+        return self

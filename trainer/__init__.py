@@ -1,0 +1,1 @@
+"""Trainer backends, the trainer actor and its roles."""

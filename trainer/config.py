@@ -1,0 +1,35 @@
+"""The `[trainer]` section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from miles.config import Section
+
+
+class OptimizerConfig(Section):
+    """AdamW with decoupled weight decay, and the learning-rate schedule."""
+
+    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of matrices; norms and biases have none")
+    clip_norm: float = Field(1.0, gt=0, description="global gradient norm is clipped to this; inf: never")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up from 0")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="where linear and cosine end, as a share of lr")
+
+
+class TrainerConfig(OptimizerConfig):
+    """The trainer backend and its shape."""
+
+    backend: Literal["fsdp"] = Field("fsdp", description="fsdp: FSDP2 on any transformers causal language model")
+    ranks: int = Field(1, ge=1, description="data-parallel ranks, one process each")
+    threads: int = Field(1, ge=1, description="CPU threads of each rank")
+    gpus_per_rank: float = Field(0, ge=0, description="GPUs of each rank; 0 trains on CPU with gloo")
+    max_tokens_per_microbatch: int = Field(8192, ge=1, description="tokens packed into one forward; a longer sequence goes alone")
+    optimizer_steps_per_batch: int = Field(1, ge=1, description="a step's batch is split into this many optimizer steps")
+    activation_checkpointing: bool = Field(False, description="recompute each layer in the backward: less memory, more time")
+    logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at once")

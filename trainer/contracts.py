@@ -1,0 +1,61 @@
+"""What every trainer backend does. `tests/conformance/test_trainers.py` holds each implementation to it.
+
+A backend lives on one rank; the same method is called on every rank with the same whole batch, and the backend takes its
+own share (`miles.data.packing`), so that global counts need no communication and the split is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from miles.data.types import Group, Sample
+from weight_sync.contracts import WeightSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """`metrics`: floats by the names of `miles/tracking/names.py`, equal on every rank. `empty`: nothing was trained (all
+    masked, or a gradient that is not finite) and the weights did not move."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    empty: bool = False
+
+
+class TrainerBackend(WeightSource, Protocol):
+    """Losses are normalised by global counts, so the gradient does not depend on micro-batch split, packing or ranks."""
+
+    def step_rl(self, groups: Sequence[Group]) -> StepResult:
+        """One training step: advantages, `optimizer_steps_per_batch` updates. Collective."""
+        ...
+
+    def step_sft(self, samples: Sequence[Sample]) -> StepResult:
+        """One optimizer step of negative log-likelihood over `loss_mask`. Collective."""
+        ...
+
+    def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
+        """Log-probs [R] of each sample's response tokens at the sampling temperature, by the policy or the reference. Collective."""
+        ...
+
+    def save(self, folder: Path, extra: dict[str, object]) -> None:
+        """Start writing a checkpoint (weights, optimizer, LR, RNG, and `extra`) to `folder`. Collective; returns before it is on disk
+        when asynchronous; `wait_saved` ends the wait and raises what went wrong."""
+        ...
+
+    def wait_saved(self) -> None: ...
+
+    def load(self, folder: Path) -> dict[str, object]:
+        """Restore what `save` wrote; returns `extra`. Collective."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face directory (safetensors, config, tokenizer) that transformers and SGLang load. Collective."""
+        ...
+
+    def sleep(self) -> None:
+        """Move weights and optimizer off the device; on CPU they stay."""
+        ...
+
+    def wake(self) -> None: ...

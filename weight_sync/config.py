@@ -1,0 +1,19 @@
+"""The `[weight_sync]` section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from miles.config import Section
+
+
+class WeightSyncConfig(Section):
+    """How weights reach the engines."""
+
+    transport: Literal["tensor", "broadcast"] = Field("tensor", description="tensor: shared memory, same machine; broadcast: a process group (gloo or NCCL)")
+    pause: Literal["abort", "retract", "in_place"] = Field("retract", description="what becomes of running generations during an update")
+    bucket_mb: float = Field(64.0, gt=0, description="size of one bucket in MiB")
+    verify: Literal["first", "always", "never"] = Field("first", description="when the digest of every tensor is compared on both sides")
+    timeout_s: float = Field(120.0, gt=0, description="deadline of each stage of an update, in seconds")
