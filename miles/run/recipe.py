@@ -30,6 +30,9 @@ class ClusterConfig(Section):
     """The Ray cluster."""
 
     address: str | None = Field(None, description="address of a running Ray cluster (host:port, or auto); null starts one here and ends it with the run")
+    cpus: int | None = Field(
+        None, ge=1, description="CPUs that a cluster started here shares out, one per thread of each actor; null: the machine's cores, at least 2"
+    )
     object_store_mb: int = Field(256, ge=80, description="Ray's shared memory when a cluster is started here, in MiB")
 
 

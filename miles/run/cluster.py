@@ -1,0 +1,132 @@
+"""Ray for one run: start or join a cluster, check that the run fits before anything waits, place it, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles.config import ConfigError
+from miles.core.environment import worker_environment
+from miles.run.recipe import ClusterConfig
+from rollout.config import RolloutConfig
+from trainer.config import TrainerConfig
+
+PLACEMENT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One actor's share of a node: what a recipe asks for, by role."""
+
+    role: str
+    cpus: float
+    gpus: float
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+
+
+def trainer_demands(config: TrainerConfig) -> list[Demand]:
+    return [Demand("trainer rank", config.threads, config.gpus_per_rank)] * config.ranks
+
+
+def engine_demands(config: RolloutConfig) -> list[Demand]:
+    return [Demand("engine", config.threads, config.gpus_per_engine)] * config.engines
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each actor goes: one bundle of the placement group per demand, in the order of the demands."""
+
+    group: PlacementGroup
+    demands: tuple[Demand, ...]
+
+    def of(self, role: str) -> list[PlacementGroupSchedulingStrategy]:
+        return [
+            PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
+            for index, demand in enumerate(self.demands)
+            if demand.role == role
+        ]
+
+
+@contextmanager
+def cluster(config: ClusterConfig, demands: list[Demand], *, one_node: bool) -> Iterator[Places]:
+    """Ray with a place for every demand. A cluster that was already joined by this process is used and left as it is.
+
+    Args:
+        one_node: every actor must be on one machine (the `tensor` transport shares memory).
+    Raises:
+        ConfigError: the cluster is smaller than the demands; the message has the arithmetic.
+    """
+    started = not ray.is_initialized()
+    if started:
+        _init(config)
+    try:
+        _check_fits(demands, one_node)
+        group = placement_group([d.bundle for d in demands], strategy="STRICT_PACK" if one_node else "PACK")
+        try:
+            if not group.wait(PLACEMENT_TIMEOUT_S):
+                raise ConfigError(
+                    f"Ray could not place {_sum_text(demands)} within {PLACEMENT_TIMEOUT_S:.0f} s; free now: {_free_text()}. "
+                    "Another job may hold the rest: wait for it, or ask for less"
+                )
+            yield Places(group, tuple(demands))
+        finally:
+            remove_placement_group(group)
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _init(config: ClusterConfig) -> None:
+    if config.address is not None:
+        try:
+            ray.init(address=config.address, log_to_driver=True, logging_level="warning")
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"cluster.address = {config.address!r}: no Ray cluster answers there ({error}); start one with `ray start --head`") from error
+        return
+    ray.init(
+        address="local",
+        num_cpus=config.cpus or max(2, os.cpu_count() or 1),
+        object_store_memory=config.object_store_mb * 2**20,
+        include_dashboard=False,
+        log_to_driver=True,
+        logging_level="warning",
+        runtime_env={"env_vars": worker_environment(threads=1)},
+    )
+
+
+def _check_fits(demands: list[Demand], one_node: bool) -> None:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for kind, amount in (("CPU", lambda d: d.cpus), ("GPU", lambda d: d.gpus)):
+        need = sum(amount(d) for d in demands)
+        have = max((n.get(kind, 0) for n in nodes), default=0) if one_node else sum(n.get(kind, 0) for n in nodes)
+        if need > have:
+            where = "its largest node" if one_node and len(nodes) > 1 else "the Ray cluster"
+            why = " (weight_sync.transport = 'tensor' keeps all on one machine; 'broadcast' may spread)" if one_node and len(nodes) > 1 else ""
+            cure = "cluster.cpus raises what a cluster started here may share out, " if kind == "CPU" else ""
+            raise ConfigError(
+                f"the run needs {_sum_text(demands, kind)} = {need:g} {kind}s, but {where} has {have:g}{why}. {cure}fewer or thinner actors ask for less"
+            )
+        for demand in demands:
+            if amount(demand) > max((n.get(kind, 0) for n in nodes), default=0):
+                raise ConfigError(f"one {demand.role} needs {amount(demand):g} {kind}s, but the largest node has {max(n.get(kind, 0) for n in nodes):g}")
+
+
+def _sum_text(demands: list[Demand], kind: str = "CPU") -> str:
+    roles: dict[str, list[float]] = {}
+    for demand in demands:
+        roles.setdefault(demand.role, []).append(demand.cpus if kind == "CPU" else demand.gpus)
+    return " + ".join(f"{len(amounts)} {role}{'s' * (len(amounts) > 1)} x {amounts[0]:g}" for role, amounts in roles.items())
+
+
+def _free_text() -> str:
+    free = ray.available_resources()
+    return ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
