@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -87,6 +88,11 @@ class Engine(WeightReceiver, Protocol):
             ValueError: a prompt is empty, or does not fit the context with one new token.
             EngineError: the engine died.
         """
+        ...
+
+    def hold(self) -> AbstractContextManager[None]:
+        """While held, no new request starts, so that all `generate` calls made inside are admitted together, in order, and a batch
+        does not depend on timing. Engines that promise no order (SGLang) do nothing."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
