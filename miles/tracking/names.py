@@ -1,4 +1,4 @@
-"""The one list of metric names. A record with a name that is not here is refused, so that dashboards never drift."""
+"""The one list of metric and table names. A record with a name that is not here is refused, so that dashboards never drift."""
 
 from __future__ import annotations
 
@@ -56,4 +56,9 @@ METRICS: dict[str, str] = {
     "eval/truncated": "share of sampled answers that met max_new_tokens",
     "eval/failed": "samples without a reward, counted as not correct",
     "eval/version": "the one weight version that all of the evaluation used",
+}
+
+TABLES: dict[str, str] = {
+    "samples": "some trajectories of the trained batch: prompt, response, reward",
+    "evaluation": "some answers of an evaluation: prompt, response, reward",
 }
