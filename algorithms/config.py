@@ -20,6 +20,9 @@ class AlgorithmConfig(Section):
     )
     clip_low: float = Field(0.2, ge=0, description="ratios below 1 - clip_low are clipped")
     clip_high: float = Field(0.28, ge=0, description="ratios above 1 + clip_high are clipped (DAPO's clip-higher)")
+    clip_dual: float | None = Field(
+        None, gt=1, description="with a negative advantage the ratio counts at most this much (dual clip, usually 3); null: no bound"
+    )
     old_logprobs: Literal["rollout", "recompute"] = Field(
         "rollout", description="the ratio's denominator: the engine's record, or the trainer's own scores at the step's start"
     )

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from algorithms.config import AlgorithmConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
@@ -84,8 +86,29 @@ class LossOutput:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenLoss:
+    """What a policy objective says about each token; `registry.loss` masks, aggregates and reports it.
+
+    Attributes:
+        loss_N: float, before aggregation; carries the gradient.
+        ratio_N: float, the importance ratio, for reports.
+        clipped_N: bool, True where clip, gate or mask took the token's gradient away.
+    """
+
+    loss_N: Tensor
+    ratio_N: Tensor
+    clipped_N: Tensor
+
+
+Advantage = Callable[[Rewards, AlgorithmConfig], Tensor]
+"""What is registered: rewards of S sequences -> advantages float [S], constant over a sequence's tokens. 0 where the reward is NaN."""
+
+Objective = Callable[[Tokens, AlgorithmConfig], "TokenLoss | Tensor"]
+"""What is registered: a policy objective per token. Masked places of its input hold 0. A plain Tensor [N] is a loss without reports."""
+
 AdvantageFn = Callable[[Rewards], Tensor]
-"""Rewards of S sequences -> advantages float [S], constant over a sequence's tokens."""
+"""An `Advantage` with its configuration bound: what `registry.advantage` returns."""
 
 
 class LossFn(Protocol):

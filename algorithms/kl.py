@@ -1,0 +1,43 @@
+"""KL(policy || reference) per token: estimates to report, and the loss whose gradient is the KL's.
+
+With x sampled from the policy and d = log pi(x) - log ref(x), three estimates (Schulman, "Approximating KL divergence", 2020):
+
+    k1 = d                  unbiased, can be negative
+    k2 = d^2 / 2            biased, low variance
+    k3 = exp(-d) - 1 + d    unbiased, never negative
+
+Differentiating an estimate is not estimating the gradient. grad KL = E[d grad log pi(x)], because E[grad log pi] = 0; but
+E[grad k1] = 0, and E[grad k3] = E[(1 - exp(-d)) grad log pi] is the gradient of the reverse divergence KL(ref || pi).
+grad k2 = d grad log pi is the right one. Where the sample comes from an older policy each term is weighted by the importance
+ratio pi / pi_old (as DeepSeek-V3.2, arXiv 2512.02556, section 3.1), cut at 2 to bound its variance.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from algorithms.contracts import Tokens
+from algorithms.ratio import MAX_LOG_RATIO, ratio
+
+Estimator = Literal["k1", "k2", "k3"]
+MAX_WEIGHT = 2.0
+
+
+def estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: Estimator) -> Tensor:
+    """Estimated KL(policy || reference) of each token in nats, [N]. k3's exponent is bounded, so the value is finite."""
+    difference_N = logprobs_N - reference_logprobs_N
+    if estimator == "k1":
+        return difference_N
+    if estimator == "k2":
+        return 0.5 * difference_N.square()
+    return (-difference_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 + difference_N
+
+
+def kl_loss(tokens: Tokens, reference_logprobs_N: Tensor, estimator: Estimator) -> Tensor:
+    """[N]: its value is the estimate, its gradient that of KL(policy || reference), whichever estimate is reported."""
+    weight_N = ratio(tokens).detach().clamp(max=MAX_WEIGHT)
+    surrogate_N = weight_N * estimate(tokens.logprobs_N, reference_logprobs_N, "k2")
+    value_N = estimate(tokens.logprobs_N, reference_logprobs_N, estimator).detach()
+    return value_N + surrogate_N - surrogate_N.detach()
