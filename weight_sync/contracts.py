@@ -107,7 +107,8 @@ class WeightReceiver(Protocol):
         ...
 
     def weights_join(self, group: GroupSpec, rank: int) -> None:
-        """Join the process group (broadcast only). Blocks until every member is there, or raises WeightSyncError at the deadline."""
+        """Join the process group (broadcast only), in place of one joined before. Blocks until every member is there, or raises
+        WeightSyncError at the deadline."""
         ...
 
     def weights_begin(self, manifest: Manifest) -> None:
@@ -127,7 +128,10 @@ class WeightReceiver(Protocol):
         ...
 
     def weights_abort(self) -> None:
-        """Back to the version served before `weights_begin`, generating again. Idempotent."""
+        """Back to the version served before `weights_begin`, generating again. Idempotent.
+
+        It also leaves the group joined by `weights_join`: a broadcast that broke off cannot go on, and leaving is what frees
+        the members that still wait in it."""
         ...
 
 
