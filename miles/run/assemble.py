@@ -1,0 +1,239 @@
+"""What `miles rl` is made of: builds the parts of a run from its recipe, starts them together, and ends them for certain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles.config import Resolved
+from miles.core.checkpoint.store import CheckpointStore
+from miles.core.model.load import context_length, load_tokenizer, stop_token_ids
+from miles.data.prompts import PromptDataset, PromptStream
+from miles.data.types import Group
+from miles.run.clock import Clock
+from miles.run.cluster import Places, cluster, engine_demands, trainer_demands
+from miles.run.evaluate import Evaluation, Evaluator, sampling_params
+from miles.run.live import Live
+from miles.run.recipe import RLRecipe
+from miles.tracking.tracker import Tracker
+from rollout.actor import RolloutSpec
+from rollout.buffer import Buffer
+from rollout.claims import Claims
+from rollout.engines.contracts import SamplingParams
+from rollout.fleet import Fleet
+from rollout.producer import Producer, Taken
+from trainer.actor import TrainerGroup
+from trainer.contracts import StepResult
+from weight_sync.transaction import PublishResult, WeightSync
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class RLRun:
+    """The parts of a run, and its one position: `version`, the number of training steps behind the current weights."""
+
+    recipe: RLRecipe
+    folder: Path
+    trainer: TrainerGroup
+    fleet: Fleet
+    producer: Producer
+    sync: WeightSync
+    evaluator: Evaluator | None
+    checkpoints: CheckpointStore
+    tracker: Tracker
+    live: Live
+    tokenizer: Any
+    resume: bool
+    version: int = 0
+    steps: int = 0
+    _table: list[dict[str, Any]] = field(default_factory=list)
+
+    async def start(self) -> None:
+        """Bring trainer and engines up side by side; on resume, restore the last checkpoint and bring the engines to its version."""
+        await asyncio.gather(self.trainer.start(), self.fleet.start())
+        await self.sync.setup()
+        latest = self.checkpoints.latest() if self.resume else None
+        if latest is None:
+            return
+        state = await self.trainer.load(latest)
+        self.version = int(state["version"])
+        self.producer.load_state_dict(state["producer"])
+        if self.version > 0:
+            await self.sync.publish(self.version)
+
+    def check_on_policy(self, trained: StepResult) -> None:
+        """With `true_on_policy`, the engine's record and the trainer's scores are equal bit for bit, or the run stops."""
+        worst = trained.metrics.get("mismatch/logprob_abs_max", 0.0)
+        if self.recipe.model.true_on_policy and worst != 0.0:
+            raise RuntimeError(f"true_on_policy: engine and trainer log-probs differ by {worst:.3e} at version {self.version}")
+
+    def drop_dead(self, published: PublishResult) -> None:
+        """Engines that failed after the version was journalled are out until they are replaced."""
+        for engine_id in published.dead:
+            self.fleet.mark_dead(engine_id, "it did not commit the new weights")
+
+    async def heal(self) -> None:
+        """Replace dead engines; each serves only after it holds the weights of the current version."""
+        for engine_id in self.fleet.dead_ids:
+            await self.fleet.replace(engine_id)
+            await self.sync.catch_up(engine_id)
+            self.fleet.admit(engine_id)
+
+    async def evaluate(self, *, at_start: bool = False) -> Evaluation | None:
+        """Evaluate when the recipe says that it is time."""
+        config = self.recipe.evaluate
+        if self.evaluator is None or not config.every:
+            return None
+        due = config.at_start if at_start else self.version % config.every == 0 or self.version == self.steps
+        if not due:
+            return None
+        evaluation = await self.evaluator.run(self.fleet)
+        if at_start:
+            self.tracker.log(0, evaluation.metrics)
+            self.live.update(0, evaluation.metrics)
+        return evaluation
+
+    async def checkpoint(self) -> None:
+        """Start writing a checkpoint when it is time."""
+        every = self.recipe.checkpoint.every
+        if (every and self.version % every == 0) or self.version == self.steps:
+            await self.trainer.save(self.checkpoints.begin(self.version), {"version": self.version, "producer": self.producer.state_dict()})
+
+    def record(self, clock: Clock, batch: Taken, trained: StepResult, published: PublishResult, evaluation: Evaluation | None) -> None:
+        metrics = clock.metrics() | batch.counts | trained.metrics | (evaluation.metrics if evaluation else {})
+        responses = sum(s.response_length for g in batch.groups for s in g.trainable)
+        metrics |= {
+            "version/trained": float(self.version),
+            "weight_sync/bytes": float(published.bytes),
+            "groups/trained": float(len(batch.groups)),
+            "throughput/generated_tokens_per_s": responses / metrics["seconds/step"],
+            "throughput/trained_tokens_per_s": sum(len(s.tokens) for g in batch.groups for s in g.trainable) / metrics["seconds/train"],
+        }
+        self.tracker.log(self.version, metrics)
+        self.live.update(self.version, metrics)
+        every = self.recipe.tracking.sample_every
+        if every and (self.version % every == 0 or self.version == 1):
+            self.tracker.table(self.version, "samples", *sample_table(batch.groups, self.tokenizer, self.recipe.tracking.samples))
+
+    async def finish(self) -> None:
+        """Wait for the last checkpoint, and export."""
+        await self.trainer.wait_saved()
+        if self.recipe.checkpoint.export:
+            await self.trainer.export(self.folder / "model")
+
+    async def close(self) -> None:
+        await self.sync.close()
+        await self.fleet.close()
+        await self.trainer.close()
+
+
+@contextmanager
+def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
+    """Build every part of `recipe`'s run. Data is read and checked before Ray starts; on the way out everything ends."""
+    config = recipe.config
+    folder = Path(config.run.folder)
+    tokenizer_path = config.model.tokenizer or config.model.path
+    tokenizer = load_tokenizer(tokenizer_path)
+    limit = config.data.max_prompt_tokens or (config.model.context or context_length(config.model.path)) - config.rollout.max_new_tokens
+    stream = PromptStream(PromptDataset.load(config.data, tokenizer, limit), config.run.seed)
+    evaluator = Evaluator.load(config.evaluate, config.model.path, tokenizer_path, config.run.seed) if config.evaluate.every else None
+    stop_ids = stop_token_ids(config.model.path, tokenizer, config.rollout.stop)
+    checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
+    resume_from = checkpoints.latest_step() if resume else None
+    folder.mkdir(parents=True, exist_ok=True)
+    demands = trainer_demands(config.trainer) + engine_demands(config.rollout)
+    with (
+        cluster(config.cluster, demands, one_node=config.weight_sync.transport == "tensor") as places,
+        Tracker(config.tracking, folder, config.model_dump(mode="json"), None if resume_from is None else resume_from + 1) as tracker,
+        Live("rl", config.run.steps) as live,
+    ):
+        yield _build(config, folder, places, tracker, live, stream, evaluator, stop_ids, checkpoints, tokenizer, resume)
+
+
+def _build(
+    config: RLRecipe,
+    folder: Path,
+    places: Places,
+    tracker: Tracker,
+    live: Live,
+    stream: PromptStream,
+    evaluator: Evaluator | None,
+    stop_ids: tuple[int, ...],
+    checkpoints: CheckpointStore,
+    tokenizer: Any,
+    resume: bool,
+) -> RLRun:
+    rollout = config.rollout
+    specs = [
+        RolloutSpec(model=config.model, rollout=rollout, reward=config.reward, log_folder=str(folder / "logs"), name=f"engine-{i}")
+        for i in range(rollout.engines)
+    ]
+    fleet = Fleet(specs, places.of("engine"))
+    trainer = TrainerGroup(
+        model=config.model,
+        trainer=config.trainer,
+        algorithm=config.algorithm,
+        checkpoint=config.checkpoint,
+        temperature=rollout.temperature,
+        max_new_tokens=rollout.max_new_tokens,
+        seed=config.run.seed,
+        total_steps=config.run.steps * config.trainer.optimizer_steps_per_batch,
+        places=places.of("trainer rank"),
+    )
+    sync = WeightSync(config.weight_sync, folder / "weight_sync.jsonl", trainer, fleet)
+
+    def sampler(claim_id: int) -> tuple[SamplingParams, ...]:
+        seeds = np.random.SeedSequence([config.run.seed, 0, claim_id]).generate_state(rollout.samples_per_prompt, np.uint64) >> np.uint64(1)
+        return tuple(sampling_params(rollout, stop_ids, int(seed)) for seed in seeds)
+
+    async def heal() -> None:
+        await run.heal()
+
+    producer = Producer(
+        stream=stream,
+        claims=Claims(max_attempts=rollout.max_attempts),
+        buffer=Buffer(),
+        fleet=fleet,
+        sampler=sampler,
+        prompts_per_step=rollout.prompts_per_step,
+        max_staleness=config.run.max_staleness,
+        timeout_s=rollout.timeout_s,
+        dynamic_sampling=config.algorithm.dynamic_sampling,
+        max_sampling_rounds=config.algorithm.max_sampling_rounds,
+        heal=heal,
+    )
+    run = RLRun(
+        recipe=config,
+        folder=folder,
+        trainer=trainer,
+        fleet=fleet,
+        producer=producer,
+        sync=sync,
+        evaluator=evaluator,
+        checkpoints=checkpoints,
+        tracker=tracker,
+        live=live,
+        tokenizer=tokenizer,
+        resume=resume,
+        steps=config.run.steps,
+    )
+    return run
+
+
+def sample_table(groups: Sequence[Group], tokenizer: Any, rows: int) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of a table of samples: the first sample of the first groups."""
+    columns = ["prompt", "response", "reward", "tokens", "status"]
+    table = []
+    for group in groups[:rows]:
+        sample = group.samples[0]
+        text = tokenizer.decode(sample.response_tokens.tolist())
+        table.append([group.prompt.text, text, sample.reward, sample.response_length, str(sample.status)])
+    return columns, table

@@ -1,0 +1,61 @@
+"""Reinforcement learning: the one loop.
+
+    prompts -> rollout (engines, rewards) -> buffer -> trainer -> weight_sync -> rollout
+
+`max_staleness` is how many weight versions may pass between a group's oldest token and the update that trains on it. At 0 the loop is
+synchronous and on-policy: the engines answer batch v at version v while the trainer waits. At 1 they already answer batch v+1 while
+the trainer trains batch v. The step that turns version v into v+1 is recorded at v+1 on the tracker's axis; 0 is the untrained policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from miles.config import Resolved
+from miles.run.assemble import RLRun, assemble
+from miles.run.clock import Clock
+from miles.run.preflight import check_rl
+from miles.run.recipe import RLRecipe
+
+logger = logging.getLogger(__name__)
+
+
+async def train(run: RLRun) -> None:
+    """Train from `run.version` to `run.steps`, then write what the recipe asks for at the end."""
+    if run.version == 0:
+        await run.evaluate(at_start=True)
+    while run.version < run.steps:
+        clock = Clock()
+        with clock("rollout_wait"):
+            batch = await run.producer.take(run.version)
+        with clock("train"):
+            trained = await run.trainer.step_rl(batch.groups)
+        run.producer.trained(batch.groups)
+        run.check_on_policy(trained)
+        with clock("weight_sync"):
+            published = await run.sync.publish(run.version + 1)
+            run.drop_dead(published)
+        run.version += 1
+        with clock("evaluate"):
+            evaluation = await run.evaluate()
+        with clock("checkpoint"):
+            await run.checkpoint()
+        run.record(clock, batch, trained, published, evaluation)
+    await run.finish()
+
+
+def run(recipe: Resolved[RLRecipe], *, resume: bool = False) -> int:
+    """`miles rl`: check everything that can be checked, start the actors, train, leave nothing running. Returns the exit code."""
+    check_rl(recipe, resume=resume)
+    with assemble(recipe, resume=resume) as rl_run:
+        asyncio.run(_train_and_close(rl_run))
+    return 0
+
+
+async def _train_and_close(run: RLRun) -> None:
+    try:
+        await run.start()
+        await train(run)
+    finally:
+        await run.close()

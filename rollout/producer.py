@@ -1,0 +1,178 @@
+"""The rollout side of the loop: claims prompts, keeps a bounded number of groups in flight, and hands out batches.
+
+Capacity is the one rule. Groups in flight or waiting in the buffer are at most
+
+    prompts_per_step x (max_staleness + 1)   while the trainer waits for a batch
+    prompts_per_step x max_staleness         while it trains
+
+so that at 0 the engines are idle while the trainer works, and at 1 they are one batch ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles.data.prompts import PromptStream
+from miles.data.types import Group
+from rollout.actor import GroupResult, GroupTask
+from rollout.buffer import Buffer
+from rollout.claims import Claims, Outcome
+from rollout.engines.contracts import SamplingParams
+from rollout.filters import teaches_nothing
+from rollout.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+Sampler = Callable[[int], tuple[SamplingParams, ...]]
+"""claim_id -> the sampling parameters (seeds included) of the group's samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """A step's batch, by claim, and what was counted since the last one, by the names of `miles/tracking/names.py`."""
+
+    groups: tuple[Group, ...]
+    counts: dict[str, float]
+
+
+@dataclass(kw_only=True)
+class Producer:
+    """Driver-side; all methods run on one event loop.
+
+    Attributes:
+        heal: brings dead engines back at the current weights; called while the trainer is idle.
+    """
+
+    stream: PromptStream
+    claims: Claims
+    buffer: Buffer
+    fleet: Fleet
+    sampler: Sampler
+    prompts_per_step: int
+    max_staleness: int
+    timeout_s: float
+    dynamic_sampling: bool
+    max_sampling_rounds: int
+    heal: Callable[[], Awaitable[None]]
+    _counts: Counter[str] = field(default_factory=Counter)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiting: list[int] = field(default_factory=list)
+    _in_flight: set[int] = field(default_factory=set)
+    _error: BaseException | None = None
+    _failures_in_a_row: int = 0
+
+    async def take(self, version: int) -> Taken:
+        """The next `prompts_per_step` groups that are young enough for `version`.
+
+        Raises:
+            RuntimeError: dynamic sampling found no groups that teach anything, or nothing but failures came back.
+            Exception: whatever a reward function kept raising, with its traceback.
+        """
+        kept: list[Group] = []
+        while True:
+            self._changed.clear()
+            self._raise_error()
+            kept += self.buffer.take(self.prompts_per_step - len(kept), version, self.max_staleness)
+            self._end_refused()
+            if len(kept) == self.prompts_per_step:
+                break
+            if self.fleet.dead_ids:
+                await self.heal()
+            # At 0 a round is refilled only when it is over: which groups share a batch then never depends on timing.
+            if self.max_staleness > 0 or not self._in_flight:
+                self._check_rounds()
+                self._fill(self.prompts_per_step * (self.max_staleness + 1) - len(kept))
+            await self._changed.wait()
+        if self.max_staleness:
+            self._fill(self.prompts_per_step * self.max_staleness)
+        return Taken(groups=tuple(sorted(kept, key=lambda g: g.claim_id)), counts=self._drain_counts())
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """The update that used `groups` has happened: their claims end."""
+        for group in groups:
+            self.claims.end(group.claim_id, Outcome.TRAINED)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: what a resumed run needs to skip no prompt and repeat none. Groups in flight or in the buffer are claimed again."""
+        return {"claims": self.claims.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.claims.load_state_dict(state["claims"])
+        self._waiting = self.claims.in_flight()
+
+    def _fill(self, capacity: int) -> None:
+        """Start groups until `capacity` of them are in flight or buffered."""
+        missing = capacity - len(self._in_flight) - len(self.buffer)
+        if missing <= 0 or not self.fleet.engine_ids:
+            return
+        again, self._waiting = self._waiting[:missing], self._waiting[missing:]
+        self._submit(again + [self.claims.claim() for _ in range(missing - len(again))])
+
+    def _submit(self, claim_ids: Sequence[int]) -> None:
+        tasks = [GroupTask(claim_id=c, prompt=self.stream.prompt(c), sampling=self.sampler(c), timeout_s=self.timeout_s) for c in claim_ids]
+        self._in_flight.update(claim_ids)
+        for future in self.fleet.submit(tasks):
+            future.add_done_callback(self._on_done)
+
+    def _on_done(self, future: asyncio.Future[GroupResult]) -> None:
+        self._changed.set()
+        if future.cancelled():
+            return
+        if (error := future.exception()) is not None:
+            self._error = error
+            return
+        result = future.result()
+        self._in_flight.discard(result.claim_id)
+        if result.group is None:
+            self._on_failure(result)
+            return
+        self._failures_in_a_row = 0
+        if self.dynamic_sampling and teaches_nothing(result.group):
+            self.claims.end(result.claim_id, Outcome.FILTERED)
+            self._counts["groups/filtered"] += 1
+        else:
+            self.buffer.put(result.group)
+
+    def _on_failure(self, result: GroupResult) -> None:
+        self._failures_in_a_row += 1
+        self._counts["groups/failed"] += 1
+        logger.warning("prompt %d (claim %d) %s: %s", self.stream.prompt(result.claim_id).prompt_id, result.claim_id, result.kind, result.message)
+        if self.claims.retry(result.claim_id):
+            self._waiting.append(result.claim_id)
+        else:
+            self._counts["groups/exhausted"] += 1
+        if self._failures_in_a_row >= 8 * self.prompts_per_step:
+            self._error = RuntimeError(f"{self._failures_in_a_row} groups failed in a row, the last one with: {result.message}")
+
+    def _end_refused(self) -> None:
+        """Groups refused as too old are generated again under the current weights, as long as they have attempts left."""
+        for group in self.buffer.drain_refused():
+            self._counts["groups/refused_stale"] += 1
+            if self.claims.retry(group.claim_id):
+                self._waiting.append(group.claim_id)
+            else:
+                self._counts["groups/exhausted"] += 1
+
+    def _check_rounds(self) -> None:
+        filtered = self._counts["groups/filtered"]
+        if filtered >= self.prompts_per_step * self.max_sampling_rounds:
+            raise RuntimeError(
+                f"dynamic sampling: {filtered} groups in a row had rewards that are all equal, as many as algorithm.max_sampling_rounds = "
+                f"{self.max_sampling_rounds} batches of {self.prompts_per_step}, without filling one batch. Either every answer is right, or none is: look at the sample "
+                "table, use easier (or harder) prompts, a denser reward, more samples per prompt, or algorithm.dynamic_sampling = false"
+            )
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _drain_counts(self) -> dict[str, float]:
+        names = ("groups/filtered", "groups/failed", "groups/exhausted", "groups/refused_stale")
+        counts = {name: float(self._counts[name]) for name in names}
+        self._counts.clear()
+        return counts
