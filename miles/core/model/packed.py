@@ -1,0 +1,202 @@
+"""Sequences packed end to end in one row, through a plain or FSDP2-wrapped transformers model, without leaking into each other.
+
+The root module is called, so that FSDP2's hooks run. A context object travels through the call as a keyword argument and
+tells each attention layer where the sequences lie (not a global: the recompute of a checkpointed layer would read another
+call's). Output head and scoring run inside the root's forward, where the head's weight is whole, on the scored tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear as plain_linear
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from miles.core.model.scoring import score
+
+ATTENTION = "miles"
+_PADDED_SHARE = 1.25  # a block of sequences is padded to its longest one by at most this factor
+
+
+def packed_logprobs(
+    model: PreTrainedModel,
+    tokens_T: Tensor,
+    positions_T: Tensor,
+    sequence_T: Tensor,
+    target_index_N: Tensor,
+    temperature: float,
+    chunk: int,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of the tokens at `target_index_N`, each given the tokens before it in its own sequence.
+
+    Example: sequences [5 6 7] and [8 9] packed as tokens 5 6 7 8 9, positions 0 1 2 0 1, sequence 0 0 0 1 1;
+    target_index [1, 2, 4] scores 6 | 5, 7 | 5 6 and 9 | 8.
+
+    Args:
+        model: a causal language model; under FSDP2 every rank must call, if need be with no targets (N = 0).
+        tokens_T, positions_T, sequence_T: int64; each sequence is contiguous and its positions begin at 0.
+        target_index_N: int64 places of the scored tokens; never the first token of a sequence.
+        temperature, chunk, entropy: as in `scoring.score`.
+    Returns:
+        `(logprobs_N, entropy_N or None)`, float32 (float64 for a float64 model), with gradients to every parameter.
+    Raises:
+        ValueError: the model's logits are not `hidden @ weight.T` (a biased, capped or scaled head).
+    """
+    assert bool((positions_T[target_index_N] > 0).all()), "the first token of a sequence has nothing before it and no log-probability"
+    targets_N = tokens_T[target_index_N]
+    head = output_head(model)
+    linear = getattr(model, "batch_invariant_linear", plain_linear)
+
+    def scored(hidden_1ND: Tensor) -> Tensor:
+        logprobs_N, entropy_N = score(hidden_1ND[0], head.weight, targets_N, temperature, chunk, entropy, linear)
+        return torch.stack((logprobs_N, logprobs_N if entropy_N is None else entropy_N))[None]
+
+    with _head_forward(head, scored):
+        values_2N = _call(model, tokens_T, positions_T, sequence_T, target_index_N - 1)[0]
+    return values_2N[0], values_2N[1] if entropy else None
+
+
+def forward_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor) -> Tensor:
+    """Hidden states [T, D] after the final norm, for heads other than the language model's own. Arguments as in `packed_logprobs`."""
+    with _head_forward(output_head(model), lambda hidden_1TD: hidden_1TD):
+        return _call(model, tokens_T, positions_T, sequence_T, 0)[0]
+
+
+def output_head(model: PreTrainedModel) -> nn.Module:
+    """The module that turns hidden states into logits.
+
+    Raises:
+        ValueError: the logits are not `hidden @ weight.T`: a bias, or a cap or scale after it.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"{type(model).__name__} has no linear output head that could be scored (found {type(head).__name__})")
+    if head.bias is not None:
+        raise ValueError(f"{type(model).__name__}: the output head has a bias; log-probs are computed for bias-free heads only")
+    for option in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        value = getattr(model.config, option, None)
+        if value not in (None, 1, 1.0):
+            raise ValueError(f"{type(model).__name__}: config.{option} = {value} changes the logits after the output head; log-probs would be wrong")
+    return head
+
+
+class PackedRows:
+    """Where T packed tokens belong; computes one layer's causal attention within each sequence.
+
+    Sequences of similar length are gathered into padded blocks. Padding lies behind a sequence's end, where causal
+    attention never looks, so no mask is needed and no T x T matrix exists. Not a dataclass: FSDP2 rebuilds those.
+    """
+
+    def __init__(self, sequence_T: Tensor):
+        lengths = torch.unique_consecutive(sequence_T, return_counts=True)[1].tolist()
+        self.lengths: list[int] = lengths
+        self.blocks, gather, scatter = _padded_blocks(lengths)
+        device = sequence_T.device
+        self.gather_M = None if gather is None else gather.to(device)
+        self.scatter_T = None if scatter is None else scatter.to(device)
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
+        """query [1, H, T, E], key and value [1, G, T, E] -> [1, T, H, E], where H is a multiple of G."""
+        query_THE, key_TGE, value_TGE = (x[0].transpose(0, 1) for x in (query, key, value))
+        if self.gather_M is not None:
+            query_THE, key_TGE, value_TGE = (x.index_select(0, self.gather_M) for x in (query_THE, key_TGE, value_TGE))
+        outputs, start = [], 0
+        for rows, length in self.blocks:
+            stop = start + rows * length
+            block = (x[start:stop].unflatten(0, (rows, length)).transpose(1, 2) for x in (query_THE, key_TGE, value_TGE))
+            outputs.append(_causal(*block, scaling, dropout, window).transpose(1, 2).flatten(0, 1))
+            start = stop
+        output_THE = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if self.scatter_T is not None:
+            output_THE = output_THE.index_select(0, self.scatter_T)
+        return output_THE[None]
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
+    length, mask = query.shape[2], None
+    if window is not None and length > window:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling, enable_gqa=grouped)
+
+
+def _padded_blocks(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
+    """Blocks as `(rows, padded length)`, the packed index of every padded place [M], and the padded place of every token [T].
+
+    Both indices are None where the tokens already lie as the blocks want them: one sequence, or all of one length.
+    """
+    if len(set(lengths)) == 1:
+        return [(len(lengths), lengths[0])], None, None
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    for i in order:
+        if groups and lengths[groups[-1][0]] <= _PADDED_SHARE * lengths[i]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    gather, place, scatter = [], 0, [torch.empty(0)] * len(lengths)
+    for group in groups:
+        longest = lengths[group[0]]
+        for i in group:
+            gather.append(torch.arange(longest).clamp_(max=lengths[i] - 1).add_(starts[i]))
+            scatter[i] = torch.arange(place, place + lengths[i])
+            place += longest
+    return [(len(group), lengths[group[0]]) for group in groups], torch.cat(gather), torch.cat(scatter)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Let the model's attention layers take a context (`PackedRows` or a decoder's). Done once; cheap to repeat."""
+    if model.config._attn_implementation != ATTENTION:
+        model.set_attn_implementation(ATTENTION)
+
+
+def _call(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor, keep: Tensor | int) -> Tensor:
+    use_packed_attention(model)
+    rows = getattr(model, "batch_invariant_rows", PackedRows)(sequence_T)
+    output = model(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, logits_to_keep=keep, rows=rows)
+    return output.logits
+
+
+@contextmanager
+def _head_forward(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let `head(hidden)` answer `forward(hidden)` for one call. Its hooks still run and its parameters keep their names."""
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    rows: Any = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if rows is None:
+        raise ValueError(
+            "this model's attention was set to packed rows, but it was called without them: "
+            "call it through miles.core.model.packed, or model.set_attn_implementation('sdpa') first"
+        )
+    return rows.attend(module, query, key, value, scaling, dropout, sliding_window), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The context knows which tokens see each other."""
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _no_mask)
