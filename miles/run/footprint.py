@@ -1,0 +1,57 @@
+"""An estimate of the memory a run needs, from the model's files alone: no weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+
+from miles.core.model.config import ModelConfig
+from miles.run.machine import MIB
+from rollout.config import RolloutConfig
+from trainer.config import TrainerConfig
+
+# Resident memory of a process before it holds a weight, measured on x86-64 Linux, MiB.
+RAY_MIB, RANK_MIB, TORCH_ENGINE_MIB, SGLANG_ENGINE_MIB = 600, 450, 450, 1100
+_TRAINING_BYTES = 16  # float32 master, gradient and two Adam moments of a parameter, sharded over the ranks
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def parameters(path: Path) -> int:
+    """Parameters in a model directory, from its safetensors headers; 0 when it has no safetensors file (its size is then unknown)."""
+    return sum(math.prod(entry["shape"]) for file in path.glob("*.safetensors") for name, entry in _header(file).items() if name != "__metadata__")
+
+
+def trainer_terms(model: ModelConfig, trainer: TrainerConfig, count: int, *, reference: bool) -> dict[str, int]:
+    """MiB by reason. `count`: parameters of the model."""
+    ranks = trainer.ranks
+    terms = {
+        f"{ranks} trainer rank{'s' * (ranks > 1)} x {RANK_MIB}": ranks * RANK_MIB,
+        f"{count:,} parameters x {_TRAINING_BYTES} B (float32 weights, gradients, AdamW)": _mib(count * _TRAINING_BYTES),
+        f"{ranks} x the whole model while it loads": ranks * _mib(count * 4),
+    }
+    if reference:
+        terms["reference model"] = _mib(count * _BYTES[model.dtype])
+    return terms
+
+
+def engine_terms(model: ModelConfig, rollout: RolloutConfig, count: int) -> dict[str, int]:
+    """MiB by reason; the old and the new weights exist together for a moment of each update."""
+    base = SGLANG_ENGINE_MIB if rollout.engine == "sglang" else TORCH_ENGINE_MIB
+    engines = rollout.engines
+    return {
+        f"{engines} {rollout.engine} engine{'s' * (engines > 1)} x {base}": engines * base,
+        f"{engines} x {count:,} parameters x {_BYTES[model.dtype]} B x 2 (old and new weights)": engines * 2 * _mib(count * _BYTES[model.dtype]),
+    }
+
+
+def _mib(size: int) -> int:
+    return math.ceil(size / MIB)
+
+
+def _header(file: Path) -> dict[str, dict[str, list[int]]]:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header: dict[str, dict[str, list[int]]] = json.loads(stream.read(length))
+    return header

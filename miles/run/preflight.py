@@ -1,0 +1,169 @@
+"""Checks that need no process: what is wrong with a run is said before anything starts, with the value and what to change."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from miles.config import ConfigError, Resolved, nearest
+from miles.core.model.config import ModelConfig
+from miles.run import footprint, machine
+from miles.run.machine import MIB
+from miles.run.recipe import ClusterConfig, EvaluateRecipe, RLRecipe, RunConfig, SFTRecipe
+from miles.tracking.config import TrackingConfig
+from miles.tracking.wandb_sink import has_key
+from rollout.config import RewardConfig, RolloutConfig
+
+BUILT_IN_REWARDS = ("exact_match", "math", "length", "format")
+_SLICE = re.compile(r"@\[[^\]]*\]$")
+
+
+def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
+    """Raises ConfigError for the first thing that would stop `miles rl`."""
+    recipe = resolved.config
+    _check_folder(recipe.run, resume)
+    _check_model(recipe.model)
+    _check_data("data.paths", recipe.data.paths)
+    if recipe.evaluate.every:
+        _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
+    _check_rewards(recipe.reward)
+    _check_engine(recipe.rollout)
+    _check_tracking(recipe.tracking)
+    engines = f"{recipe.rollout.engines} engines x {recipe.rollout.threads} threads"
+    ranks = f"{recipe.trainer.ranks} trainer ranks x {recipe.trainer.threads} threads"
+    cpus = recipe.rollout.engines * recipe.rollout.threads + recipe.trainer.ranks * recipe.trainer.threads
+    count = footprint.parameters(Path(recipe.model.path))
+    terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=recipe.algorithm.kl_coef > 0)
+    terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
+    bucket = recipe.weight_sync.bucket_mb if recipe.weight_sync.transport == "tensor" else 0.0
+    _check_cluster(recipe.cluster, f"{engines} + {ranks}", cpus, terms, bucket)
+
+
+def check_sft(resolved: Resolved[SFTRecipe], *, resume: bool = False) -> None:
+    """Raises ConfigError for the first thing that would stop `miles sft`."""
+    recipe = resolved.config
+    _check_folder(recipe.run, resume)
+    _check_model(recipe.model)
+    _check_data("data.paths", recipe.data.paths)
+    _check_tracking(recipe.tracking)
+    terms = footprint.trainer_terms(recipe.model, recipe.trainer, footprint.parameters(Path(recipe.model.path)), reference=False)
+    ranks, threads = recipe.trainer.ranks, recipe.trainer.threads
+    _check_cluster(recipe.cluster, f"{ranks} trainer ranks x {threads} threads", ranks * threads, terms, 0.0)
+
+
+def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
+    """Raises ConfigError for the first thing that would stop `miles evaluate`."""
+    recipe = resolved.config
+    _check_folder(recipe.run, resume=False)
+    _check_model(recipe.model)
+    _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
+    _check_rewards(recipe.reward)
+    _check_engine(recipe.rollout)
+    _check_tracking(recipe.tracking)
+    terms = footprint.engine_terms(recipe.model, recipe.rollout, footprint.parameters(Path(recipe.model.path)))
+    engines, threads = recipe.rollout.engines, recipe.rollout.threads
+    _check_cluster(recipe.cluster, f"{engines} engines x {threads} threads", engines * threads, terms, 0.0)
+
+
+def _check_folder(run: RunConfig, resume: bool) -> None:
+    folder = Path(run.folder)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.folder = {run.folder!r} is a file; name a new folder")
+    content = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if content and not resume:
+        shown = ", ".join(content[:3]) + (", ..." if len(content) > 3 else "")
+        raise ConfigError(f"run.folder = {run.folder!r} is not empty (it holds {shown}): name a new folder, or go on with that run by --resume")
+    if resume and not content:
+        raise ConfigError(f"run.folder = {run.folder!r} holds no run to go on with: leave --resume out, or name the folder of the run")
+    parent = next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(f"run.folder = {run.folder!r} cannot be written: {parent} belongs to someone else")
+
+
+def _check_model(model: ModelConfig) -> None:
+    for key, value in (("model.path", model.path), ("model.tokenizer", model.tokenizer)):
+        if value is None or Path(value).is_dir():
+            continue
+        looks_local = value.startswith((".", "/", "~")) or value.count("/") != 1 or Path(value).parent.is_dir()
+        if looks_local or os.environ.get("HF_HUB_OFFLINE") == "1":
+            cure = "write the folder out, '~' is not expanded" if value.startswith("~") else "name a Hugging Face model directory"
+            raise ConfigError(f"{key} = {value!r} is no folder: {cure}")
+
+
+def _check_data(key: str, paths: list[str]) -> None:
+    if not paths:
+        raise ConfigError(f'{key} is empty: name at least one JSONL or parquet file, for example {key}=["train.jsonl"]')
+    for path in paths:
+        file = Path(_SLICE.sub("", path))
+        if not file.is_file():
+            near = nearest(file.name, sorted(p.name for p in file.parent.iterdir())) if file.parent.is_dir() else f"; there is no folder {str(file.parent)!r}"
+            raise ConfigError(f"{key}: {path!r} is no file{near if near != '; valid: ' else ''} (paths are relative to {os.getcwd()})")
+
+
+def _check_rewards(reward: RewardConfig) -> None:
+    for item in reward.functions:
+        module, colon, function = item.name.partition(":")
+        if not colon:
+            if item.name not in BUILT_IN_REWARDS:
+                raise ConfigError(f"reward.functions: unknown name {item.name!r}{nearest(item.name, BUILT_IN_REWARDS)}; your own is module:function")
+            continue
+        try:
+            found = importlib.util.find_spec(module)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"reward.functions: {item.name!r}: {module!r} cannot be imported: {error}") from error
+        if found is None or not function:
+            raise ConfigError(f"reward.functions: {item.name!r}: there is no module {module!r} here or in PYTHONPATH (here is {os.getcwd()})")
+
+
+def _check_engine(rollout: RolloutConfig) -> None:
+    if rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ConfigError("rollout.engine = 'sglang', but SGLang is not installed: run `bash scripts/install --test`, or use rollout.engine=torch")
+
+
+def _check_tracking(tracking: TrackingConfig) -> None:
+    if tracking.wandb == "online" and not has_key():
+        raise ConfigError("tracking.wandb = 'online', but there is no key: set WANDB_API_KEY or run `wandb login`; or use tracking.wandb=offline")
+
+
+def _check_cluster(cluster: ClusterConfig, who: str, cpus: int, terms: dict[str, int], bucket_mb: float) -> None:
+    """A cluster that is joined has its own resources, which are checked once it answers; one started here has this machine's."""
+    _check_ray_address(cluster)
+    if cluster.address is not None:
+        return
+    have = cluster.cpus or max(2, os.cpu_count() or 1)
+    if cpus > have:
+        raise ConfigError(
+            f"the run needs {who} = {cpus} CPUs, but a cluster started here shares out {have} (the machine has {machine.cores()} cores). "
+            f"Ask for less, or let them share cores with cluster.cpus={cpus}"
+        )
+    _check_shared_memory(cluster, bucket_mb)
+    _check_memory(terms | {"Ray": footprint.RAY_MIB, "cluster.object_store_mb": cluster.object_store_mb})
+
+
+def _check_ray_address(cluster: ClusterConfig) -> None:
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address and address not in ("auto", "local") and not machine.answers(address):
+        raise ConfigError(f"RAY_ADDRESS = {address!r}, but nothing answers there: `unset RAY_ADDRESS`, or start that cluster")
+    if cluster.address not in (None, "auto", "local") and not machine.answers(cluster.address or ""):
+        raise ConfigError(
+            f"cluster.address = {cluster.address!r}, but nothing answers there: start it with `ray start --head`, or leave it out for a cluster of its own"
+        )
+
+
+def _check_shared_memory(cluster: ClusterConfig, bucket_mb: float) -> None:
+    free = machine.free_shared_memory()
+    need = cluster.object_store_mb + 2 * bucket_mb
+    if free is not None and need * MIB > free:
+        raise ConfigError(
+            f"/dev/shm has {free // MIB} MiB free, but the run needs cluster.object_store_mb {cluster.object_store_mb} + 2 buckets x {bucket_mb:g} = {need:g} MiB. "
+            "Give it more (a container: --shm-size=1g), or lower cluster.object_store_mb (at least 80) and weight_sync.bucket_mb"
+        )
+
+
+def _check_memory(terms: dict[str, int]) -> None:
+    need, free = sum(terms.values()), machine.free_memory() // MIB
+    if need > free:
+        sum_text = " + ".join(f"{reason} = {mib}" for reason, mib in terms.items())
+        raise ConfigError(f"the run needs about {need} MiB of memory, but {free} MiB are free: {sum_text}. Use fewer ranks or engines, or a smaller model")
