@@ -1,0 +1,205 @@
+"""The `miles` command. Thin: it reads the recipe, checks it, and calls `miles.run`. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from miles.config import ConfigError, Section, describe, load, nearest
+
+OK, CRASHED, WRONG_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+_OUR_PACKAGES = {"miles", "rollout", "trainer", "weight_sync", "algorithms", "__main__"}
+
+HELP = """\
+Miles trains language models with reinforcement learning, on a laptop or a Ray cluster.
+
+usage: miles COMMAND ...
+
+  miles sft RECIPE.toml [key=value ...] [--resume]       supervised fine-tuning on conversations
+  miles rl RECIPE.toml [key=value ...] [--resume]        reinforcement learning on prompts with rewards
+  miles evaluate RECIPE.toml [key=value ...]             pass@k of a model on prompts with rewards
+  miles config RECIPE.toml [key=value ...]               every value, where it comes from, and the batch arithmetic; starts nothing
+  miles report RUN                                       one HTML page and a picture of a run folder
+  miles doctor                                           is this machine ready? each item is ok, or says what to do
+
+A recipe is a TOML file; a value given as key=value on the command line wins over it:
+
+  miles rl scripts/recipes/quickstart_rl.toml run.steps=20 trainer.lr=1e-4 run.folder=runs/try
+
+`miles COMMAND --help` lists a command's options. First time here? `bash scripts/quickstart` trains a small model in a few minutes.
+Exit codes: 0 done, 1 a failure (with its traceback), 2 something you can change (with what to change), 130 interrupted.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return OK if arguments else WRONG_INPUT
+    if arguments[0] == "--version":
+        from miles import __version__
+
+        print(f"miles {__version__}")
+        return OK
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return _dispatch(arguments[0], arguments[1:])
+    except KeyboardInterrupt:
+        print("miles: interrupted; everything this run started has been ended", file=sys.stderr)
+        return INTERRUPTED
+    except ValueError as error:
+        if not _is_users(error):
+            raise
+        print(f"miles: {error}", file=sys.stderr)
+        return WRONG_INPUT
+
+
+def _dispatch(name: str, arguments: list[str]) -> int:
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command {name!r}{nearest(name, list(COMMANDS))}")
+    _prepare_process()
+    return COMMANDS[name](arguments)
+
+
+def _prepare_process() -> None:
+    """Thread settings before torch is imported, and the working directory importable: a recipe may name a function in it."""
+    from miles.core.environment import set_defaults
+
+    set_defaults()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _rl(arguments: list[str]) -> int:
+    from miles.run.recipe import RLRecipe
+
+    options = _parse(_run_parser("rl", "Reinforcement learning on prompts with rewards.", RLRecipe), arguments)
+    recipe = load(RLRecipe, options.recipe, options.overrides)
+    from miles.run.rl import run
+
+    return run(recipe, resume=options.resume)
+
+
+def _sft(arguments: list[str]) -> int:
+    from miles.run.recipe import SFTRecipe
+
+    options = _parse(_run_parser("sft", "Supervised fine-tuning on conversations.", SFTRecipe), arguments)
+    recipe = load(SFTRecipe, options.recipe, options.overrides)
+    from miles.run.sft import run
+
+    return run(recipe, resume=options.resume)
+
+
+def _evaluate(arguments: list[str]) -> int:
+    from miles.run.recipe import EvaluateRecipe
+
+    options = _parse(_run_parser("evaluate", "pass@k of a model on prompts with rewards.", EvaluateRecipe, resume=False), arguments)
+    recipe = load(EvaluateRecipe, options.recipe, options.overrides)
+    from miles.run.evaluate import run
+
+    for name, value in run(recipe).metrics.items():
+        print(f"{name:<20} {value:.4f}")
+    return OK
+
+
+def _config(arguments: list[str]) -> int:
+    from miles.run import explain
+
+    parser = _parser("config", "Every resolved value, where it comes from, and the batch arithmetic. Nothing is started.")
+    parser.add_argument("recipe", metavar="RECIPE.toml")
+    parser.add_argument("overrides", metavar="key=value", nargs="*")
+    parser.add_argument("--kind", choices=list(explain.KINDS), help="what the recipe is for; by default its sections tell")
+    options = _parse(parser, arguments)
+    print(explain.explain(options.recipe, options.overrides, options.kind))
+    return OK
+
+
+def _report(arguments: list[str]) -> int:
+    parser = _parser("report", "Write RUN/report.html (curves, samples, configuration) and RUN/curves.png.")
+    parser.add_argument("run", metavar="RUN", help="a run folder")
+    options = _parse(parser, arguments)
+    from miles.run.report import page
+
+    html, png = page.write(options.run)
+    print(f"{html}\n{png}")
+    return OK
+
+
+def _doctor(arguments: list[str]) -> int:
+    _parse(_parser("doctor", "Is this machine ready? Each item is ok, or says what to do; exit 1 when something essential is missing."), arguments)
+    from miles.run import doctor
+
+    return doctor.run()
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "sft": _sft, "rl": _rl, "evaluate": _evaluate, "config": _config, "report": _report, "doctor": _doctor,
+}  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says which valid option is nearest, and that recipe options have no dashes."""
+
+    def error(self, message: str) -> NoReturn:
+        flag = next((word for word in message.split() if word.startswith("-")), "")
+        if message.startswith("unrecognized arguments") and flag:
+            name = flag.partition("=")[0]
+            if "." in name:
+                raise ConfigError(f"unknown option {flag!r}; options of the recipe are written without dashes: {flag.lstrip('-')}")
+            raise ConfigError(f"unknown option {name!r}{nearest(name, [s for a in self._actions for s in a.option_strings])}")
+        message = message.replace(", key=value", "")  # argparse names the optional rest too when the recipe is missing
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def _parser(command: str, description: str, epilog: str | None = None) -> _Parser:
+    return _Parser(prog=f"miles {command}", description=description, epilog=epilog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def _run_parser(command: str, description: str, schema: type[Section], *, resume: bool = True) -> _Parser:
+    parser = _parser(command, description, _options_text(schema))
+    parser.add_argument("recipe", metavar="RECIPE.toml", help="see scripts/recipes/ for examples")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that win over the recipe, for example trainer.lr=1e-4")
+    if resume:
+        parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in run.folder")
+    return parser
+
+
+def _options_text(schema: type[Section]) -> str:
+    lines, section = ["options of the recipe:"], ""
+    for key, kind, default, text in describe(schema):
+        if key.rpartition(".")[0] != section:
+            section = key.rpartition(".")[0]
+            lines.append("")
+        shown = "required" if default == "(required)" else f"default {default!r}"
+        lines.append(f"  {key}  ({kind}, {shown})\n      {text}")
+    return "\n".join(lines)
+
+
+def _parse(parser: _Parser, arguments: list[str]) -> argparse.Namespace:
+    return parser.parse_intermixed_args(arguments)
+
+
+def _is_users(error: ValueError) -> bool:
+    """A ValueError that our own code raised is a message to the user; one from inside a library or a worker keeps its traceback."""
+    if isinstance(error, ConfigError):
+        return True
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").partition(".")[0] in _OUR_PACKAGES
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    """`kill PID` unwinds the run like an exception, so that its context managers end what they started."""
+    raise SystemExit(TERMINATED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""`miles config`: every resolved value with its origin, and the arithmetic of a step. Starts nothing."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from miles.config import ConfigError, Section, load
+from miles.run.recipe import EvaluateRecipe, RLRecipe, SFTRecipe
+from miles.tracking.redact import redact
+
+KINDS: dict[str, type[Section]] = {"rl": RLRecipe, "sft": SFTRecipe, "evaluate": EvaluateRecipe}
+_SFT_ONLY = {"messages_column", "completion_column", "train_on", "max_tokens"}
+
+
+def explain(path: str, overrides: Sequence[str], kind: str | None = None) -> str:
+    """The text of `miles config`.
+
+    Raises:
+        ConfigError: the recipe is wrong, or its sections do not tell what it is for and `kind` is None.
+    """
+    kind = kind or infer_kind(path, overrides)
+    resolved = load(KINDS[kind], path, overrides)
+    rows = [(key, str(redact(value, key.rpartition(".")[2])), origin) for key, value, origin in resolved.leaves()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"# a recipe for `miles {kind}`"]
+    lines += [f"{key:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {origin}" for key, value, origin in rows]
+    return "\n".join([*lines, "", *arithmetic(resolved.config)])
+
+
+def infer_kind(path: str, overrides: Sequence[str] = ()) -> str:
+    """What a recipe is for, from the sections it has (overrides count)."""
+    sections, data_keys = _sections(path, overrides)
+    if "batch_size" in sections or data_keys & _SFT_ONLY:
+        return "sft"
+    if sections & {"algorithm", "weight_sync"} or (sections & {"rollout", "reward"} and sections & {"data", "trainer"}):
+        return "rl"
+    if "evaluate" in sections and not sections & {"data", "trainer"}:
+        return "evaluate"
+    raise ConfigError(f"{path}: sections {', '.join(sorted(sections))} do not tell what it is for; pass --kind rl, --kind sft or --kind evaluate")
+
+
+def arithmetic(recipe: Section) -> Iterator[str]:
+    """The numbers of one step as equations, one a line."""
+    if isinstance(recipe, RLRecipe):
+        yield from _rl_arithmetic(recipe)
+    elif isinstance(recipe, SFTRecipe):
+        yield from _sft_arithmetic(recipe)
+    elif isinstance(recipe, EvaluateRecipe):
+        n = recipe.evaluate.samples_per_prompt
+        yield f"evaluation: {n} sampled{' + 1 greedy' if recipe.evaluate.greedy else ''} answers a prompt, k = {recipe.evaluate.k}"
+
+
+def _rl_arithmetic(recipe: RLRecipe) -> Iterator[str]:
+    prompts, group, updates = recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.trainer.optimizer_steps_per_batch
+    sequences = prompts * group
+    yield (
+        f"one step: {prompts} prompts x {group} samples = {sequences} sequences = "
+        f"{updates} optimizer step{'s' * (updates > 1)} x {sequences // updates} sequences ({prompts // updates} whole groups)"
+    )
+    yield f"the run: {recipe.run.steps} steps x {sequences} sequences = {recipe.run.steps * sequences} sequences, {recipe.run.steps * updates} optimizer steps"
+    yield from _trainer_arithmetic(recipe, f"response at most {recipe.rollout.max_new_tokens} tokens")
+    engines, ranks = recipe.rollout, recipe.trainer
+    yield (
+        f"CPUs: {engines.engines} engine{'s' * (engines.engines > 1)} x {engines.threads} + {ranks.ranks} rank{'s' * (ranks.ranks > 1)} x {ranks.threads} "
+        f"= {engines.engines * engines.threads + ranks.ranks * ranks.threads}"
+    )
+    yield f"staleness: at most {recipe.run.max_staleness} weight versions ({'synchronous' if recipe.run.max_staleness == 0 else 'one step off'})"
+
+
+def _sft_arithmetic(recipe: SFTRecipe) -> Iterator[str]:
+    yield f"one step: {recipe.batch_size} conversations = 1 optimizer step x {recipe.batch_size}"
+    yield f"the run: {recipe.run.steps} steps x {recipe.batch_size} = {recipe.run.steps * recipe.batch_size} conversations"
+    yield from _trainer_arithmetic(recipe, f"sequence at most {recipe.data.max_tokens or 'the context of the model'} tokens")
+    yield f"CPUs: {recipe.trainer.ranks} ranks x {recipe.trainer.threads} = {recipe.trainer.ranks * recipe.trainer.threads}"
+
+
+def _trainer_arithmetic(recipe: RLRecipe | SFTRecipe, longest: str) -> Iterator[str]:
+    ranks, limit = recipe.trainer.ranks, recipe.trainer.max_tokens_per_microbatch
+    yield (
+        f"micro-batches: each of {ranks} rank{'s' * (ranks > 1)} packs its share of an optimizer step into rows of at most {limit} tokens "
+        f"({longest}); the loss is divided by global counts, so this split changes memory and speed, not the gradient"
+    )
+
+
+def _sections(path: str, overrides: Sequence[str]) -> tuple[set[str], set[str]]:
+    try:
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path!r}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    data = tree.get("data", {})
+    data_keys = set(data) if isinstance(data, dict) else set()
+    return set(tree) | {key.partition(".")[0] for key in keys}, data_keys | {key.removeprefix("data.") for key in keys if key.startswith("data.")}
