@@ -124,7 +124,9 @@ class WeightReceiver(Protocol):
         ...
 
     def weights_commit(self, version: int) -> None:
-        """Serve `version`. Idempotent. The KV cache of older weights is dropped or kept as the pause mode said."""
+        """Serve `version`. Idempotent. The KV cache of older weights is dropped or kept as the pause mode said.
+
+        Raises WeightSyncError when `version` is neither served already nor prepared: an engine that was replaced has to catch up."""
         ...
 
     def weights_abort(self) -> None:

@@ -14,7 +14,8 @@ def digest(tensor: torch.Tensor) -> str:
     Shape and dtype are not part of it: the manifest fixes those.
     """
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return xxhash.xxh3_64_hexdigest(memoryview(flat.view(torch.uint8).numpy()))
+    # numpy declares the buffer protocol to type checkers from Python 3.12 on only.
+    return xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def fingerprint(digests: Mapping[str, str]) -> str:

@@ -43,26 +43,32 @@ class BroadcastGroup:
         self._store = store  # rank 0's store serves the others: it must live as long as the group
         self._device = torch.device("cuda", torch.cuda.current_device()) if group.backend == "nccl" else torch.device("cpu")
 
+    @property
+    def device(self) -> torch.device:
+        """Where buffers of this group live: the CPU (gloo) or this process's GPU (nccl)."""
+        return self._device
+
     def send(self, bucket: Bucket, tensors: Iterable[torch.Tensor]) -> None:
         """Broadcast the bucket's `tensors`, in its order; blocks until they are on their way.
 
         Raises:
             WeightSyncError: a member is gone, or the deadline passed.
         """
-        self.wait(bucket, self.start_send(bucket, tensors))
-
-    def start_send(self, bucket: Bucket, tensors: Iterable[torch.Tensor]) -> tuple[dist.Work, torch.Tensor]:
-        """As `send`, but returns at once with what `wait` needs, so that the next bucket can be gathered meanwhile."""
         flat = torch.empty(bucket.numel, dtype=torch_dtype(bucket), device=self._device)
-        for (name, place), tensor in zip(views(flat, bucket).items(), tensors, strict=True):
-            if tensor.shape != place.shape or tensor.dtype != place.dtype:
-                raise WeightSyncError(f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)}, its specification says {place.dtype}{list(place.shape)}")
+        for place, tensor in zip(views(flat, bucket).values(), tensors, strict=True):
             place.copy_(tensor)
-        return self._broadcast(bucket, flat.view(torch.uint8)), flat
+        self.finish(bucket, self.start(bucket, flat))
 
-    def wait(self, bucket: Bucket, started: tuple[dist.Work, torch.Tensor]) -> None:
-        """End what `start_send` began."""
-        self._finish(bucket, started[0])
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> dist.Work:
+        """Begin to send a buffer [bucket.numel] already filled; it must not change until `finish`."""
+        return self._broadcast(bucket, flat.view(torch.uint8))
+
+    def finish(self, bucket: Bucket, work: dist.Work) -> None:
+        """Wait for what `start` began. Raises WeightSyncError as `send` does."""
+        try:
+            work.wait(timedelta(seconds=self._group.timeout_s))
+        except RuntimeError as error:
+            raise self._lost(bucket, error) from error
 
     def receive(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """The bucket's tensors by name, views on one new buffer.
@@ -71,7 +77,7 @@ class BroadcastGroup:
             WeightSyncError: the sender is gone, or the deadline passed.
         """
         flat = torch.empty(nbytes(bucket), dtype=torch.uint8, device=self._device)
-        self._finish(bucket, self._broadcast(bucket, flat))
+        self.finish(bucket, self._broadcast(bucket, flat))
         return views(flat.view(torch_dtype(bucket)), bucket)
 
     def close(self) -> None:
@@ -85,12 +91,6 @@ class BroadcastGroup:
             raise WeightSyncError(f"group {self._group.name!r}, bucket {bucket.index}: this member has left the group")
         try:
             return self._backend.broadcast(flat, 0)
-        except RuntimeError as error:
-            raise self._lost(bucket, error) from error
-
-    def _finish(self, bucket: Bucket, work: dist.Work) -> None:
-        try:
-            work.wait(timedelta(seconds=self._group.timeout_s))
         except RuntimeError as error:
             raise self._lost(bucket, error) from error
 

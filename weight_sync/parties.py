@@ -1,0 +1,100 @@
+"""Who takes part in an update, as the driver sees them: the trainer's ranks, the engines, and the transport between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from weight_sync.contracts import Manifest, WeightSyncError
+
+
+class Trainer(Protocol):
+    """The trainer's ranks."""
+
+    async def run_on_ranks(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `fn(backend, rank, *args)` on every rank at once, `backend` being that rank's WeightSource; results in rank order.
+        Calls are carried out one after another. `fn` is a function of a module, so that it travels by name."""
+        ...
+
+
+class Engines(Protocol):
+    """The engines, each by a number."""
+
+    @property
+    def engine_ids(self) -> Sequence[int]:
+        """Engines that are up and take part in the next update."""
+        ...
+
+    async def call(self, engine_id: int, method: str, *args: Any) -> Any:
+        """Run one method of an engine (`WeightReceiver`, `pause`, `resume`); raises what it raised, or when the engine is gone."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves the bytes of one update. A new transport implements these three and gets a line in `transports/registry.py`."""
+
+    async def setup(self, engine_ids: Sequence[int]) -> None:
+        """Be ready to send to exactly these engines. Called before every update; cheap when nothing changed."""
+        ...
+
+    async def send(self, manifest: Manifest, digests: bool) -> dict[str, str]:
+        """Gather every bucket on the trainer and have every engine receive it (`weights_receive`). Returns the digest of every tensor
+        the trainer sent, or {} without `digests`. Raises at the first engine or rank that fails, without waiting for the others."""
+        ...
+
+    async def close(self) -> None:
+        """End what is in flight and leave nothing behind. Called after a failed update and at the end; `setup` may follow."""
+        ...
+
+
+async def call_each(engines: Engines, engine_ids: Sequence[int], timeout_s: float, method: str, *args: Any) -> dict[int, Any]:
+    """Call `method` on every engine at once and wait for all, each at most `timeout_s`. An engine that failed has its exception as result."""
+
+    async def one(engine_id: int) -> Any:
+        async with asyncio.timeout(timeout_s):
+            return await engines.call(engine_id, method, *args)
+
+    results = await asyncio.gather(*(one(engine_id) for engine_id in engine_ids), return_exceptions=True)
+    return dict(zip(engine_ids, results, strict=True))
+
+
+async def call_all(engines: Engines, engine_ids: Sequence[int], timeout_s: float, method: str, *args: Any) -> dict[int, Any]:
+    """As `call_each`, but the first engine that failed is an error that names it."""
+    results = await call_each(engines, engine_ids, timeout_s, method, *args)
+    for engine_id, result in results.items():
+        if isinstance(result, BaseException):
+            raise WeightSyncError(f"engine {engine_id} failed at {method}: {reason(result)}") from result
+    return results
+
+
+async def call_one(engines: Engines, engine_id: int, timeout_s: float, method: str, *args: Any) -> Any:
+    """One engine's answer, or an error that names it."""
+    return (await call_all(engines, [engine_id], timeout_s, method, *args))[engine_id]
+
+
+async def call_trainer(trainer: Trainer, timeout_s: float, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """`fn` on every rank within `timeout_s`; errors say which function failed."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await trainer.run_on_ranks(fn, *args)
+    except TimeoutError as error:
+        raise WeightSyncError(f"the trainer failed at {fn.__name__}: no answer within {timeout_s:g} s") from error
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line. Ray wraps what an actor raised and keeps the original as `cause`."""
+    cause = getattr(error, "cause", None)
+    original = cause if isinstance(cause, BaseException) else error
+    lines = str(original).strip().splitlines()
+    if isinstance(original, WeightSyncError) and lines:
+        return lines[0]
+    return f"{type(original).__name__}: {lines[0]}" if lines else ("no answer in time" if isinstance(original, TimeoutError) else type(original).__name__)
+
+
+async def until_first_failure(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait for all `tasks`, or raise as soon as one fails, the earlier in the sequence first; the others go on."""
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            raise error
