@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from miles.config import Section
+
+GROUP_RELATIVE = ("grpo", "rloo", "reinforce_pp_baseline", "gdpo")
+"""Estimators whose baseline is the group: a group of one learns nothing."""
 
 
 class AlgorithmConfig(Section):
@@ -14,6 +17,12 @@ class AlgorithmConfig(Section):
 
     advantages: str = Field("grpo", description="advantage estimator by name, or a function of yours as module:function")
     scale: Literal["std", "none", "mean_abs"] = Field("std", description="what group-centred rewards are divided by; none is Dr.GRPO")
+    part_weights: dict[str, float] = Field(
+        default_factory=dict, description="gdpo: the weight of each reward function's own advantage, by its name; 1 where it is not named"
+    )
+    overlong: tuple[int, int] | None = Field(
+        None, description="[from, to] in trained tokens: the reward falls from 0 to -1 between these lengths (DAPO's soft overlong punishment)"
+    )
     loss: str = Field("ppo_clip", description="policy loss by name, or a function of yours as module:function")
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = Field(
         "token_mean", description="token_mean is DAPO, sequence_mean is GRPO's paper, sequence_sum_constant is Dr.GRPO"
@@ -23,8 +32,25 @@ class AlgorithmConfig(Section):
     clip_dual: float | None = Field(
         None, gt=1, description="with a negative advantage the ratio counts at most this much (dual clip, usually 3); null: no bound"
     )
+    gate_positive: float = Field(1.0, gt=0, description="sapo: temperature of the gate where the advantage is positive")
+    gate_negative: float = Field(1.05, gt=0, description="sapo: temperature of the gate where the advantage is negative")
     old_logprobs: Literal["rollout", "recompute"] = Field(
         "rollout", description="the ratio's denominator: the engine's record, or the trainer's own scores at the step's start"
+    )
+    correction: Literal["none", "importance", "truncate", "clip", "mask"] = Field(
+        "none",
+        description="weight of the loss by trainer over engine probability, for engines that compute a little differently or lag: as it is "
+        "(decoupled PPO), cut at correction_high (TIS), clipped between both bounds, or 0 outside of them (IcePop); needs old_logprobs = 'recompute'",
+    )
+    correction_level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="that probability ratio of each token, of the whole sequence, or its geometric mean over the sequence"
+    )
+    correction_low: float = Field(0.5, ge=0, description="lower bound of clip and mask")
+    correction_high: float = Field(2.0, gt=0, description="upper bound of truncate, clip and mask")
+    sequence_mask: float | None = Field(
+        None,
+        gt=0,
+        description="a sequence with a negative advantage whose mean log(old / policy) is above this is not trained (off-policy sequence masking)",
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference model in the loss; above 0 loads a reference")
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator that is reported; the loss uses its right gradient")
@@ -33,3 +59,16 @@ class AlgorithmConfig(Section):
     max_sampling_rounds: int = Field(
         8, ge=1, description="with dynamic_sampling: how many times the batch may be refilled before the run stops with a diagnosis"
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AlgorithmConfig:
+        if self.correction != "none" and self.old_logprobs == "rollout":
+            raise ValueError(
+                f"algorithm.correction = {self.correction!r} compares the trainer's own log-probs with the engine's, "
+                "but old_logprobs = 'rollout' takes the engine's for both: set algorithm.old_logprobs = 'recompute'"
+            )
+        if self.correction_low > self.correction_high:
+            raise ValueError(f"algorithm.correction_low = {self.correction_low} is above correction_high = {self.correction_high}")
+        if self.overlong is not None and not 0 <= self.overlong[0] < self.overlong[1]:
+            raise ValueError(f"algorithm.overlong = {list(self.overlong)}: give [from, to] with 0 <= from < to, for example [768, 1024]")
+        return self

@@ -3,7 +3,7 @@
     L_t = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = pi(t) / pi_old(t)
 
 PPO (arXiv 1707.06347, eq. 7); separate bounds, "clip-higher": DAPO (arXiv 2503.14476, section 3.1); dual clip: with A < 0 the
-loss is at most -c A (arXiv 1912.09729, eq. 5), so that one runaway ratio cannot own the batch.
+loss is at most -c A (arXiv 1912.09729), so that one runaway ratio cannot own the batch.
 
 Example: A = 1, r = 1.5, clip_high = 0.28: L = -1.28 and no gradient. A = -1, r = 1.5: L = 1.5 and the gradient flows.
 """

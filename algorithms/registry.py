@@ -23,7 +23,9 @@ from torch import Tensor
 from algorithms.aggregate import aggregate
 from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Advantage, AdvantageFn, Counts, LossFn, LossOutput, Objective, Rewards, TokenLoss, Tokens, masked
+from algorithms.corrections import corrected
 from algorithms.kl import estimate, kl_loss
+from algorithms.overlong import with_overlong_penalty
 from algorithms.ratio import as_float
 from miles.config import nearest
 
@@ -64,6 +66,8 @@ def advantage(config: AlgorithmConfig) -> AdvantageFn:
     estimator = _find("algorithm.advantages", config.advantages, advantage_names(), _ADVANTAGES)
 
     def bound(rewards: Rewards) -> Tensor:
+        if config.overlong is not None:
+            rewards = with_overlong_penalty(rewards, config.overlong)
         advantages_S = estimator(rewards, config)
         _check_shape(config.advantages, "advantages", advantages_S, rewards.reward_S)
         return advantages_S
@@ -87,11 +91,13 @@ def loss(config: AlgorithmConfig) -> LossFn:
         out = objective(tokens, config)
         token_loss_N = out.loss_N if isinstance(out, TokenLoss) else out
         _check_shape(config.loss, "a loss", token_loss_N, tokens.logprobs_N)
+        token_loss_N, dropped_N = corrected(token_loss_N, tokens, config)
         policy = aggregate(token_loss_N, tokens, counts, config.aggregation)
         # Sums are divided by the step's tokens, and this loss is already a share of the step's: multiply first.
         sums = {"loss/policy": policy.detach() * counts.tokens}
         if isinstance(out, TokenLoss):
-            sums |= {"policy/ratio_mean": _total(out.ratio_N, tokens), "policy/clip_fraction": _total(out.clipped_N.to(token_loss_N.dtype), tokens)}
+            clipped_N = (out.clipped_N | dropped_N).to(token_loss_N.dtype)
+            sums |= {"policy/ratio_mean": _total(out.ratio_N, tokens), "policy/clip_fraction": _total(clipped_N, tokens)}
         regulariser, more = _regulariser(tokens, counts, config)
         return LossOutput(loss=policy if regulariser is None else policy + regulariser, sums=sums | more)
 

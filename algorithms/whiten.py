@@ -1,0 +1,23 @@
+"""Whitening: values less their mean, over their standard deviation, in two passes and float64, so that constants give exactly 0."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from algorithms.contracts import masked
+from algorithms.groups import all_equal
+
+
+def whiten(values_S: Tensor, weight_S: Tensor, valid_S: Tensor) -> Tensor:
+    """(x - mean) / std over the valid values, each counted `weight_S` times, float64 [S]; 0 where invalid or all are equal.
+
+    Advantages are constant over a sequence, so weights of sequence lengths give the statistics over tokens.
+    """
+    valid_S = valid_S & (weight_S > 0)
+    if not valid_S.any() or bool(all_equal(values_S, valid_S, torch.zeros_like(valid_S, dtype=torch.int64)).all()):
+        return torch.zeros(values_S.shape, dtype=torch.float64, device=values_S.device)
+    values, weight = masked(values_S.double(), valid_S), masked(weight_S.double(), valid_S)
+    centred = masked(values - (weight * values).sum() / weight.sum(), valid_S)
+    variance = (weight * centred.square()).sum() / weight.sum()
+    return centred / variance.sqrt()
