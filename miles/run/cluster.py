@@ -67,7 +67,7 @@ def cluster(config: ClusterConfig, demands: list[Demand], *, one_node: bool) -> 
     """
     started = not ray.is_initialized()
     if started:
-        _init(config)
+        connect(config)
     try:
         _check_fits(demands, one_node)
         group = placement_group([d.bundle for d in demands], strategy="STRICT_PACK" if one_node else "PACK")
@@ -85,7 +85,8 @@ def cluster(config: ClusterConfig, demands: list[Demand], *, one_node: bool) -> 
             ray.shutdown()
 
 
-def _init(config: ClusterConfig) -> None:
+def connect(config: ClusterConfig) -> None:
+    """Join `config.address`, or start Ray here. What several runs of one process share, they `connect` once themselves."""
     if config.address is not None:
         try:
             ray.init(address=config.address, log_to_driver=True, logging_level="warning")

@@ -72,7 +72,7 @@ def _rl_arithmetic(recipe: RLRecipe) -> Iterator[str]:
 def _sft_arithmetic(recipe: SFTRecipe) -> Iterator[str]:
     yield f"one step: {recipe.batch_size} conversations = 1 optimizer step x {recipe.batch_size}"
     yield f"the run: {recipe.run.steps} steps x {recipe.batch_size} = {recipe.run.steps * recipe.batch_size} conversations"
-    yield from _trainer_arithmetic(recipe, f"sequence at most {recipe.data.max_tokens or 'the context of the model'} tokens")
+    yield from _trainer_arithmetic(recipe, f"sequence at most {f'{recipe.data.max_tokens} tokens' if recipe.data.max_tokens else 'the context of the model'}")
     yield f"CPUs: {recipe.trainer.ranks} ranks x {recipe.trainer.threads} = {recipe.trainer.ranks * recipe.trainer.threads}"
 
 
