@@ -39,9 +39,10 @@ class TrainerBackend(WeightSource, Protocol):
         """Log-probs [R] of each sample's response tokens at the sampling temperature, by the policy or the reference. Collective."""
         ...
 
-    def save(self, folder: Path, extra: dict[str, object]) -> None:
-        """Start writing a checkpoint (weights, optimizer, LR, RNG, and `extra`) to `folder`. Collective; returns before it is on disk
-        when asynchronous; `wait_saved` ends the wait and raises what went wrong."""
+    def save(self, folder: Path, extra: dict[str, object], *, keep: int | None = None, asynchronous: bool = True) -> None:
+        """Start writing a checkpoint (weights, optimizer, LR, RNG, and `extra`, which is JSON) to `folder`, a path from
+        `CheckpointStore.begin`. Collective; returns before it is on disk when asynchronous; `wait_saved` ends the wait and raises
+        what went wrong. With `keep`, older complete checkpoints beyond that many go once this one is complete."""
         ...
 
     def wait_saved(self) -> None: ...
@@ -59,3 +60,7 @@ class TrainerBackend(WeightSource, Protocol):
         ...
 
     def wake(self) -> None: ...
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written, and end what the backend started."""
+        ...

@@ -1,0 +1,209 @@
+"""Trainer ranks as Ray actors, and `TrainerGroup`, which the driver calls as if they were one trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from algorithms.config import AlgorithmConfig
+from miles.core.checkpoint.config import CheckpointConfig
+from miles.core.environment import worker_environment
+from miles.core.model.config import ModelConfig
+from miles.data.types import Group, Sample
+from trainer.config import TrainerConfig
+from trainer.contracts import StepResult
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 3.0
+"""When one rank fails its peers fail too, in a collective. So long the driver waits for all of them, to name the first cause."""
+
+CLOSE_S = 60.0
+"""How long a checkpoint that is being written may take to end when the group closes."""
+
+
+class TrainerError(RuntimeError):
+    """A rank raised or died. The message has the rank and its traceback."""
+
+
+class TrainerRank:
+    """One rank, in a process of its own. Torch is imported by its methods, after Ray has set the thread counts."""
+
+    def __init__(self, rank: int, world: int, gpu: bool) -> None:
+        self._rank, self._world, self._gpu = rank, world, gpu
+        self._address = ray.util.get_node_ip_address()
+        self._store: Any = None
+        self._backend: Any = None
+
+    def open(self) -> Any:
+        """Rank 0: where the others meet it."""
+        from trainer.rendezvous import open_store
+
+        self._store, meeting = open_store(self._address, self._world)
+        return meeting
+
+    def build(self, meeting: Any, options: dict[str, Any]) -> str:
+        """Join the group and build the backend; returns this node's address."""
+        import torch
+
+        from trainer.fsdp.backend import FSDPBackend
+        from trainer.rendezvous import join
+
+        threads = options["trainer"].threads
+        torch.set_num_threads(threads)
+        join(meeting, self._store, rank=self._rank, world=self._world, address=self._address, gpu=self._gpu)
+        device = torch.device("cuda", torch.cuda.current_device()) if self._gpu else torch.device("cpu")
+        self._backend = FSDPBackend(**options, rank=self._rank, world=self._world, device=device)
+        return self._address
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run one method of the backend. Only rank 0 sends its result back: all ranks have the same."""
+        result = getattr(self._backend, method)(*args, **kwargs)
+        return result if self._rank == 0 else None
+
+    def call_source(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(backend, *args)`: how weight_sync's senders reach the weights."""
+        return function(self._backend, *args)
+
+
+class TrainerGroup:
+    """The trainer as the driver sees it. Every method runs on all ranks and returns rank 0's result.
+
+    Args:
+        temperature, max_new_tokens, seed, total_steps: as in `FSDPBackend`; `total_steps` counts optimizer steps.
+        checkpoint: what `save` keeps, and whether it writes in the background.
+        places: a Ray scheduling strategy for each rank; None lets Ray choose.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        algorithm: AlgorithmConfig | None,
+        checkpoint: CheckpointConfig,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        total_steps: int,
+        places: Sequence[Any] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._options = {
+            "model": model,
+            "trainer": trainer,
+            "algorithm": algorithm,
+            "temperature": temperature,
+            "max_new_tokens": max_new_tokens,
+            "seed": seed,
+            "total_steps": total_steps,
+        }
+        world, gpu = trainer.ranks, trainer.gpus_per_rank > 0
+        strategies = list(places) if places is not None else ["DEFAULT"] * world
+        if len(strategies) != world:
+            raise ValueError(f"trainer.ranks = {world}, but {len(strategies)} places were given")
+        self._ranks = [
+            ray.remote(TrainerRank)
+            .options(
+                num_cpus=trainer.threads,
+                num_gpus=trainer.gpus_per_rank,
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": worker_environment(trainer.threads)},
+            )
+            .remote(rank, world, gpu)
+            for rank, strategy in enumerate(strategies)
+        ]
+        self.addresses: list[str] = []
+
+    async def start(self) -> None:
+        """Build the backend on every rank."""
+        meeting = (await self._all([self._ranks[0].open.remote()]))[0]
+        self.addresses = await self._all([rank.build.remote(meeting, self._options) for rank in self._ranks])
+
+    async def step_rl(self, groups: Sequence[Group]) -> StepResult:
+        # Put once: otherwise each rank's call would carry the whole batch.
+        return await self._call("step_rl", ray.put(list(groups)))
+
+    async def step_sft(self, samples: Sequence[Sample]) -> StepResult:
+        return await self._call("step_sft", ray.put(list(samples)))
+
+    async def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
+        return await self._call("logprobs", ray.put(list(samples)), reference)
+
+    async def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Start a checkpoint at `folder` (from `CheckpointStore.begin`); with `checkpoint.asynchronous` it goes on in the background."""
+        await self._call("save", Path(folder).absolute(), extra, keep=self._checkpoint.keep, asynchronous=self._checkpoint.asynchronous)
+
+    async def wait_saved(self) -> None:
+        await self._call("wait_saved")
+
+    async def load(self, folder: Path) -> dict[str, Any]:
+        return await self._call("load", Path(folder).absolute())
+
+    async def export(self, folder: Path) -> None:
+        await self._call("export", Path(folder).absolute())
+
+    async def weight_specs(self) -> list[Any]:
+        """As in `WeightSource`."""
+        return list(await self._call("weight_specs"))
+
+    async def call_source(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `function(backend, *args)` on every rank; their results by rank. The function is imported there, or sent by value."""
+        return await self._all([rank.call_source.remote(function, *args) for rank in self._ranks])
+
+    async def close(self) -> None:
+        """Let a checkpoint that is being written end, then end the processes. Idempotent; never raises for a rank that is dead."""
+        ranks, self._ranks = self._ranks, []
+        if self.addresses and ranks:
+            await asyncio.wait([asyncio.ensure_future(_quietly(rank)) for rank in ranks], timeout=CLOSE_S)
+        for rank in ranks:
+            ray.kill(rank)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return (await self._all([rank.call.remote(method, *args, **kwargs) for rank in self._ranks]))[0]
+
+    async def _all(self, refs: list[Any]) -> list[Any]:
+        """Results of all ranks, or TrainerError naming the rank that failed first."""
+        waiting = [asyncio.ensure_future(_result(ref)) for ref in refs]
+        done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        if any(task.exception() for task in done):
+            if pending:
+                await asyncio.wait(pending, timeout=GRACE_S)
+            raise _explain(waiting)
+        return [task.result() for task in waiting]
+
+
+async def _result(ref: Any) -> Any:
+    return await ref
+
+
+async def _quietly(rank: Any) -> None:
+    try:
+        await rank.call.remote("close")
+    except RayError as error:
+        logger.warning("a trainer rank did not close in order: %s", str(error).splitlines()[0])
+
+
+def _explain(tasks: list[asyncio.Future[Any]]) -> TrainerError:
+    """The likeliest first cause: a rank that died, then one that raised something else than a broken collective."""
+    failures = {rank: task.exception() for rank, task in enumerate(tasks) if task.done() and task.exception() is not None}
+    rank = min(failures, key=lambda r: (_order(failures[r]), r))
+    error = failures[rank]
+    what = "died" if isinstance(error, RayActorError) else "failed"
+    raised = TrainerError(f"trainer rank {rank} of {len(tasks)} {what}:\n{error}")
+    raised.__cause__ = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+    return raised
+
+
+def _order(error: BaseException | None) -> int:
+    if isinstance(error, RayActorError):
+        return 0
+    # gloo and NCCL say so when a peer has gone.
+    broken = any(word in str(error) for word in ("Connection closed by peer", "Connection reset by peer", "DistBackendError", "DistNetworkError"))
+    return 2 if broken else 1

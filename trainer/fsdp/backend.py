@@ -1,0 +1,231 @@
+"""The `fsdp` trainer backend: any transformers causal language model, trained on packed rows under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from algorithms import registry
+from algorithms.config import AlgorithmConfig
+from algorithms.contracts import Counts, LossOutput, Tokens
+from algorithms.sft import nll
+from miles.core.checkpoint import reader, rng
+from miles.core.checkpoint.writer import CheckpointWriter
+from miles.core.model.config import ModelConfig
+from miles.data.types import Group, Sample
+from trainer.config import TrainerConfig
+from trainer.contracts import StepResult
+from trainer.fsdp import export
+from trainer.fsdp.batch import Batch, count
+from trainer.fsdp.meters import Meters
+from trainer.fsdp.model import build_model, compute_dtype_of, last_microbatch, reshard
+from trainer.fsdp.optimizer import Optimizer, Update
+from trainer.fsdp.scoring import Row, Scorer
+from trainer.fsdp.share import MicroBatch, share
+from weight_sync.contracts import TensorSpec
+
+
+class FSDPBackend:
+    """One rank. The default process group is there already when `world` > 1 or the model computes in bfloat16.
+
+    Args:
+        algorithm: the objective of `step_rl`; None for a trainer that only does `step_sft`.
+        temperature: the sampling temperature, at which `step_rl` and `logprobs` score. `step_sft` scores at 1.
+        max_new_tokens: the longest response, Dr.GRPO's constant.
+        total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        master_dtype: of parameters and optimizer; tests use float64.
+    Attributes:
+        version: training steps behind the current weights, which is their version; `staleness/*` is measured against it.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        trainer: TrainerConfig,
+        algorithm: AlgorithmConfig | None,
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        total_steps: int,
+        rank: int,
+        world: int,
+        device: torch.device | None = None,
+        master_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._config, self._trainer, self._algorithm = model, trainer, algorithm
+        self._temperature, self._max_new_tokens, self._seed = temperature, max_new_tokens, seed
+        self.rank, self.world = rank, world
+        self.device = device or torch.device("cpu")
+        rng.seed_all(seed, rank)
+        build = lambda checkpointing: build_model(  # noqa: E731
+            model, master_dtype=master_dtype, world=world, device=self.device, checkpointing=checkpointing
+        )
+        self.model = build(trainer.activation_checkpointing)
+        self._policy = Scorer(self.model, trainer.logprob_chunk, self.device)
+        self._reference: Scorer | None = None
+        if algorithm is not None:
+            self._advantages, self._loss = registry.advantage(algorithm), registry.loss(algorithm)
+            if algorithm.kl_coef > 0:
+                self._reference = Scorer(build(False).requires_grad_(False), trainer.logprob_chunk, self.device)
+        self._optimizer = Optimizer(self.model, trainer, total_steps)
+        self._export_dtype = compute_dtype_of(model, master_dtype)
+        self._writer = CheckpointWriter(rank, world)
+        self.version = 0
+
+    def step_rl(self, groups: Sequence[Group]) -> StepResult:
+        """See `TrainerBackend`. Scores at a step's start are needed for later updates only: the first one's own are those."""
+        algorithm = self._algorithm
+        if algorithm is None:
+            raise ValueError("this trainer was built without an [algorithm] section: it can do step_sft only")
+        batch = Batch(groups, self._trainer.optimizer_steps_per_batch)
+        advantages_S = self._advantages(batch.rewards)
+        updates = [self._share(batch.samples, places) for places in batch.updates]
+        rows = [[self._policy.row(micro, advantages_S, batch.rewards.length_S) for micro in update] for update in updates]
+        for number, update in enumerate(rows):
+            for row in update:
+                if self._reference is not None:
+                    row.reference_logprobs_N = self._reference.score(row, self._temperature)
+                if number > 0 and algorithm.old_logprobs == "recompute":
+                    row.start_logprobs_N = self._policy.score(row, self._temperature)
+        meters = Meters(self.device)
+        results = []
+        for places, update in zip(batch.updates, rows, strict=True):
+            counts = count([batch.samples[i] for i in places], self._max_new_tokens)
+            results.append(self._update(update, counts, self._rl_loss, meters))
+            # Only before the first update are the weights those that the engines sampled from.
+            meters.comparing = False
+        result = self._result(results, meters, int(batch.rewards.length_S.sum()), batch.metrics(self.version))
+        self.version += 1
+        return result
+
+    def step_sft(self, samples: Sequence[Sample]) -> StepResult:
+        counts = count(samples, self._max_new_tokens)
+        lengths_S = torch.tensor([int(s.loss_mask.sum()) for s in samples], dtype=torch.int64)
+        no_advantages_S = torch.zeros(len(samples))
+        rows = [self._policy.row(micro, no_advantages_S, lengths_S) for micro in self._share(samples, range(len(samples)))]
+        meters = Meters(self.device)
+        update = self._update(rows, counts, self._sft_loss, meters)
+        result = self._result([update], meters, counts.tokens, {"tokens/trained": float(counts.tokens)})
+        self.version += 1
+        return result
+
+    def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
+        if reference and self._reference is None:
+            raise ValueError("there is no reference model: it is loaded when algorithm.kl_coef > 0")
+        scorer = self._reference if reference and self._reference is not None else self._policy
+        ends = torch.tensor([0] + [s.response_length for s in samples]).cumsum(0).tolist()
+        flat = torch.zeros(ends[-1], dtype=torch.float64, device=self.device)
+        zeros_S = torch.zeros(len(samples))
+        for micro in self._share(samples, range(len(samples))):
+            scores_N = scorer.score(self._policy.row(micro, zeros_S, zeros_S.long()), self._temperature)
+            parts = scores_N.split(micro.packed.response_length_S.tolist())
+            for index, part in zip(micro.indices, parts, strict=False):
+                flat[ends[index] : ends[index + 1]] = part
+        if self.world > 1:
+            dist.all_reduce(flat)
+        return [flat[start:end].tolist() for start, end in pairwise(ends)]
+
+    def weight_specs(self) -> Sequence[TensorSpec]:
+        return export.specs(self.model, self._export_dtype)
+
+    def weight_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        return export.tensors(self.model, names, self._export_dtype, self.rank)
+
+    def export(self, folder: Path) -> None:
+        export.write(self.model, self._config, Path(folder), self._export_dtype, self.rank)
+        if self.world > 1:
+            dist.barrier()
+
+    def save(self, folder: Path, extra: dict[str, object], *, keep: int | None = None, asynchronous: bool = True) -> None:
+        state = {"optimizer_step": self._optimizer.steps, "version": self.version}
+        self._writer.save(Path(folder), self._state(), state, extra, keep=keep, asynchronous=asynchronous)
+
+    def wait_saved(self) -> None:
+        self._writer.wait()
+
+    def load(self, folder: Path) -> dict[str, object]:
+        reshard(self.model)
+        state, extra = reader.load(Path(folder), self._state(), rank=self.rank, world=self.world, seed=self._seed)
+        self._optimizer.steps, self.version = int(state["optimizer_step"]), int(state["version"])
+        return extra
+
+    def sleep(self) -> None:
+        """On CPU everything stays; on a GPU parameters and optimizer state move to the CPU."""
+        self._move("cpu")
+
+    def wake(self) -> None:
+        self._move(self.device.type)
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written, and end the writer."""
+        self._writer.close()
+
+    def _share(self, samples: Sequence[Sample], places: Sequence[int]) -> list[MicroBatch]:
+        return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch)
+
+    def _update(self, rows: list[Row], counts: Counts, loss: Callable[[Row, Counts, Meters], LossOutput], meters: Meters) -> Update:
+        """One optimizer step: losses of the rows are shares of the step's, so their gradients simply add up."""
+        if counts.tokens == 0:
+            return self._optimizer.skip()
+        for row in rows:
+            last_microbatch(self.model, row is rows[-1])
+            out = loss(row, counts, meters)
+            out.loss.backward()
+            meters.add("loss/total", out.loss.detach() * counts.tokens)
+            for name, value in out.sums.items():
+                meters.add(name, value)
+        return self._optimizer.step()
+
+    def _rl_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
+        assert self._algorithm is not None
+        entropy_gradient, recompute = self._algorithm.entropy_coef != 0, self._algorithm.old_logprobs == "recompute"
+        tokens = self._tokens(row, self._temperature, entropy=True, entropy_gradient=entropy_gradient, recompute=recompute)
+        meters.mismatch(tokens)
+        return self._loss(tokens, counts)
+
+    def _sft_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
+        return nll(self._tokens(row, 1.0, entropy=False), counts)
+
+    def _tokens(self, row: Row, temperature: float, *, entropy: bool, entropy_gradient: bool = False, recompute: bool = False) -> Tokens:
+        logprobs_N, entropy_N = self._policy.forward(row, temperature, entropy)
+        old_N = row.rollout_logprobs_N
+        if recompute:
+            old_N = logprobs_N.detach() if row.start_logprobs_N is None else row.start_logprobs_N
+        return Tokens(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=old_N,
+            rollout_logprobs_N=row.rollout_logprobs_N,
+            advantages_N=row.advantages_N,
+            mask_N=row.mask_N,
+            sequence_N=row.sequence_N,
+            num_sequences=row.num_sequences,
+            sequence_length_S=row.sequence_length_S,
+            entropy_N=entropy_N if entropy_gradient or entropy_N is None else entropy_N.detach(),
+            reference_logprobs_N=row.reference_logprobs_N,
+        )
+
+    def _result(self, updates: list[Update], meters: Meters, tokens: int, more: dict[str, float]) -> StepResult:
+        metrics = meters.reduced(tokens, self.world) | more
+        metrics["optimizer/grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)
+        metrics["optimizer/lr"] = updates[-1].lr
+        metrics["optimizer/empty_steps"] = float(sum(not u.applied for u in updates))
+        return StepResult(metrics=metrics, empty=not any(u.applied for u in updates))
+
+    def _state(self) -> dict[str, Tensor]:
+        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        return weights | self._optimizer.tensors()
+
+    def _move(self, device: str) -> None:
+        if self.device.type == "cpu":
+            return
+        reshard(self.model)
+        self.model.to(device)
+        self._optimizer.to(device)
+        if device == "cpu":
+            torch.cuda.empty_cache()

@@ -1,0 +1,73 @@
+"""Packed rows as tensors on the device, and their log-probs by a model: with a graph to train, or without to compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from miles.core.model.packed import packed_logprobs
+from trainer.fsdp.model import reshard
+from trainer.fsdp.share import MicroBatch
+
+
+@dataclass(kw_only=True, eq=False)
+class Row:
+    """One micro-batch on the device: T tokens, N response tokens, S sequences. Shapes as in `Packed` and `Tokens`.
+
+    `start_logprobs_N` and `reference_logprobs_N` are filled in when the objective needs them.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    sequence_T: Tensor
+    scored_N: Tensor
+    mask_N: Tensor
+    rollout_logprobs_N: Tensor
+    advantages_N: Tensor
+    sequence_N: Tensor
+    num_sequences: int
+    sequence_length_S: Tensor
+    start_logprobs_N: Tensor | None = None
+    reference_logprobs_N: Tensor | None = None
+
+
+class Scorer:
+    """A model, policy or reference, that scores rows."""
+
+    def __init__(self, model: PreTrainedModel, chunk: int, device: torch.device):
+        self._model, self._chunk, self._device = model, chunk, device
+
+    def row(self, micro: MicroBatch, advantages_S: Tensor, length_S: Tensor) -> Row:
+        """`micro` on the device. `advantages_S` and `length_S` (trained tokens) are of the whole batch."""
+        packed = micro.packed
+        # A dummy row has one sequence that is nowhere in the batch.
+        places = torch.tensor(micro.indices, dtype=torch.int64)
+        own_S = advantages_S[places] if micro.indices else torch.zeros(1, dtype=advantages_S.dtype)
+        sequence_N = torch.from_numpy(packed.sequence_N)
+        move = lambda tensor: tensor.to(self._device, non_blocking=True)  # noqa: E731
+        return Row(
+            tokens_T=move(torch.from_numpy(packed.tokens_T)),
+            positions_T=move(torch.from_numpy(packed.positions_T)),
+            sequence_T=move(torch.from_numpy(packed.sequence_T)),
+            scored_N=move(torch.from_numpy(packed.target_index_N + 1)),
+            mask_N=move(torch.from_numpy(packed.loss_mask_N)),
+            rollout_logprobs_N=move(torch.from_numpy(packed.rollout_logprobs_N)),
+            advantages_N=move(own_S[sequence_N]),
+            sequence_N=move(sequence_N),
+            num_sequences=packed.num_sequences,
+            sequence_length_S=move(length_S[places] if micro.indices else torch.zeros(1, dtype=torch.int64)),
+        )
+
+    def forward(self, row: Row, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """`(logprobs_N, entropy_N or None)` with their graph. Collective."""
+        return packed_logprobs(self._model, row.tokens_T, row.positions_T, row.sequence_T, row.scored_N, temperature, self._chunk, entropy)
+
+    def score(self, row: Row, temperature: float) -> Tensor:
+        """`logprobs_N` without a graph. Collective."""
+        with torch.no_grad():
+            logprobs_N, _ = self.forward(row, temperature, False)
+        reshard(self._model)
+        return logprobs_N

@@ -1,0 +1,46 @@
+"""Who computes what: this rank's micro-batches of a batch that every rank knows whole. Pure, so no rank needs to ask another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from miles.data.packing import Packed, microbatches, pack, partition
+from miles.data.types import Sample, Status
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """One packed row. `indices` are the samples' places in the batch; empty for a dummy row that trains nothing."""
+
+    packed: Packed
+    indices: tuple[int, ...]
+
+
+def share(samples: Sequence[Sample], indices: Sequence[int], *, rank: int, world: int, max_tokens: int) -> list[MicroBatch]:
+    """This rank's micro-batches of the samples at `indices`, balanced over ranks by tokens.
+
+    Every rank gets the same number, with dummies where it has fewer rows, since FSDP's collectives must pair up.
+    """
+    lengths = [len(samples[i].tokens) for i in indices]
+    plans = []
+    for part in partition(lengths, world):
+        rows = microbatches([lengths[p] for p in part], max_tokens)
+        plans.append([[indices[part[i]] for i in row] for row in rows])
+    count = max(len(plan) for plan in plans)
+    mine = [MicroBatch(packed=pack([samples[i] for i in row]), indices=tuple(row)) for row in plans[rank]]
+    return mine + [MicroBatch(packed=pack([_DUMMY]), indices=())] * (count - len(mine))
+
+
+_DUMMY = Sample(
+    sample_id="dummy",
+    group_id="dummy",
+    tokens=np.zeros(2, np.int64),
+    prompt_length=1,
+    loss_mask=np.zeros(1, np.bool_),
+    logprobs=np.zeros(1, np.float32),
+    weight_versions=np.full(1, -1, np.int32),
+    status=Status.COMPLETED,
+)
