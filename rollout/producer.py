@@ -163,8 +163,9 @@ class Producer:
         if filtered >= self.prompts_per_step * self.max_sampling_rounds:
             raise RuntimeError(
                 f"dynamic sampling: {filtered} groups in a row had rewards that are all equal, as many as algorithm.max_sampling_rounds = "
-                f"{self.max_sampling_rounds} batches of {self.prompts_per_step}, without filling one batch. Either every answer is right, or none is: look at the sample "
-                "table, use easier (or harder) prompts, a denser reward, more samples per prompt, or algorithm.dynamic_sampling = false"
+                f"{self.max_sampling_rounds} batches of {self.prompts_per_step}, without filling one batch. Either every answer is right, or none "
+                "is: look at the sample table, use easier (or harder) prompts, a denser reward, more samples per prompt, or "
+                "algorithm.dynamic_sampling = false"
             )
 
     def _raise_error(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ from rollout.fleet import Fleet
 from rollout.producer import Producer, Taken
 from trainer.actor import TrainerGroup
 from trainer.contracts import StepResult
-from weight_sync.transaction import PublishResult, WeightSync
+from weight_sync.transaction import PublishResult, UpdateAborted, WeightSync
 
 logger = logging.getLogger(__name__)
+
+PUBLISH_ATTEMPTS = 3
 
 
 @dataclass(kw_only=True)
@@ -54,20 +56,46 @@ class RLRun:
     resume: bool
     version: int = 0
     steps: int = 0
-    _table: list[dict[str, Any]] = field(default_factory=list)
 
     async def start(self) -> None:
         """Bring trainer and engines up side by side; on resume, restore the last checkpoint and bring the engines to its version."""
         await asyncio.gather(self.trainer.start(), self.fleet.start())
-        await self.sync.setup()
-        latest = self.checkpoints.latest() if self.resume else None
-        if latest is None:
+        if not self.resume:
             return
-        state = await self.trainer.load(latest)
-        self.version = int(state["version"])
-        self.producer.load_state_dict(state["producer"])
+        latest = self.checkpoints.latest()
+        if latest is not None:
+            state = await self.trainer.load(latest)
+            self.version = int(state["version"])
+            self.producer.load_state_dict(state["producer"])
+        self.sync.rewind(self.version)
         if self.version > 0:
-            await self.sync.publish(self.version)
+            for engine_id in self.fleet.engine_ids:
+                await self.sync.catch_up(engine_id)
+
+    async def publish(self) -> PublishResult:
+        """Bring every engine to the trainer's weights as version + 1. Engines that die on the way are left behind; while none
+        is left, fresh ones are started, which this same update brings up to date.
+
+        Raises:
+            UpdateAborted: the update was refused though no engine died, or engines kept dying.
+        """
+        for _ in range(PUBLISH_ATTEMPTS):
+            try:
+                published = await self.sync.publish(self.version + 1)
+            except UpdateAborted as aborted:
+                if not aborted.dead:
+                    raise
+                last = aborted
+                self._bury(aborted.dead)
+                if not self.fleet.engine_ids:
+                    for engine_id in self.fleet.dead_ids:
+                        await self.fleet.replace(engine_id)
+                        self.fleet.admit(engine_id)
+                continue
+            self.version += 1
+            self._bury(published.dead)
+            return published
+        raise last
 
     def check_on_policy(self, trained: StepResult) -> None:
         """With `true_on_policy`, the engine's record and the trainer's scores are equal bit for bit, or the run stops."""
@@ -75,17 +103,17 @@ class RLRun:
         if self.recipe.model.true_on_policy and worst != 0.0:
             raise RuntimeError(f"true_on_policy: engine and trainer log-probs differ by {worst:.3e} at version {self.version}")
 
-    def drop_dead(self, published: PublishResult) -> None:
-        """Engines that failed after the version was journalled are out until they are replaced."""
-        for engine_id in published.dead:
-            self.fleet.mark_dead(engine_id, "it did not commit the new weights")
-
     async def heal(self) -> None:
         """Replace dead engines; each serves only after it holds the weights of the current version."""
         for engine_id in self.fleet.dead_ids:
             await self.fleet.replace(engine_id)
-            await self.sync.catch_up(engine_id)
+            if self.version > 0:  # a fresh engine holds version 0 already
+                await self.sync.catch_up(engine_id)
             self.fleet.admit(engine_id)
+
+    def _bury(self, dead: Mapping[int, str]) -> None:
+        for engine_id, why in dead.items():
+            self.fleet.mark_dead(engine_id, why)
 
     async def evaluate(self, *, at_start: bool = False) -> Evaluation | None:
         """Evaluate when the recipe says that it is time."""

@@ -86,6 +86,7 @@ def cluster(config: ClusterConfig, demands: list[Demand], *, one_node: bool) -> 
 
 
 def connect(config: ClusterConfig) -> None:
+    """Join the cluster at `config.address`, or start one here. Runs made afterwards by this process use it and leave it."""
     """Join `config.address`, or start Ray here. What several runs of one process share, they `connect` once themselves."""
     if config.address is not None:
         try:

@@ -10,15 +10,12 @@ the trainer trains batch v. The step that turns version v into v+1 is recorded a
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from miles.config import Resolved
 from miles.run.assemble import RLRun, assemble
 from miles.run.clock import Clock
 from miles.run.preflight import check_rl
 from miles.run.recipe import RLRecipe
-
-logger = logging.getLogger(__name__)
 
 
 async def train(run: RLRun) -> None:
@@ -34,9 +31,7 @@ async def train(run: RLRun) -> None:
         run.producer.trained(batch.groups)
         run.check_on_policy(trained)
         with clock("weight_sync"):
-            published = await run.sync.publish(run.version + 1)
-            run.drop_dead(published)
-        run.version += 1
+            published = await run.publish()
         with clock("evaluate"):
             evaluation = await run.evaluate()
         with clock("checkpoint"):
