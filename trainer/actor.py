@@ -67,9 +67,9 @@ class TrainerRank:
         result = getattr(self._backend, method)(*args, **kwargs)
         return result if self._rank == 0 else None
 
-    def call_source(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run `function(backend, *args)`: how weight_sync's senders reach the weights."""
-        return function(self._backend, *args)
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run `function(backend, rank, *args)`: how weight_sync's senders reach the weights."""
+        return function(self._backend, self._rank, *args)
 
 
 class TrainerGroup:
@@ -149,13 +149,9 @@ class TrainerGroup:
     async def export(self, folder: Path) -> None:
         await self._call("export", Path(folder).absolute())
 
-    async def weight_specs(self) -> list[Any]:
-        """As in `WeightSource`."""
-        return list(await self._call("weight_specs"))
-
-    async def call_source(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run `function(backend, *args)` on every rank; their results by rank. The function is imported there, or sent by value."""
-        return await self._all([rank.call_source.remote(function, *args) for rank in self._ranks])
+    async def run_on_ranks(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `fn(backend, rank, *args)` on every rank; their results by rank. `fn` is a function of a module: it travels by name."""
+        return await self._all([rank.run.remote(fn, *args) for rank in self._ranks])
 
     async def close(self) -> None:
         """Let a checkpoint that is being written end, then end the processes. Idempotent; never raises for a rank that is dead."""

@@ -20,8 +20,8 @@ from miles.core.model.config import ModelConfig
 from miles.data.types import Group, Sample
 from trainer.config import TrainerConfig
 from trainer.contracts import StepResult
-from trainer.fsdp import export
 from trainer.fsdp.batch import Batch, count
+from trainer.fsdp.export import Exporter
 from trainer.fsdp.meters import Meters
 from trainer.fsdp.model import build_model, compute_dtype_of, last_microbatch, reshard
 from trainer.fsdp.optimizer import Optimizer, Update
@@ -74,7 +74,7 @@ class FSDPBackend:
             if algorithm.kl_coef > 0:
                 self._reference = Scorer(build(False).requires_grad_(False), trainer.logprob_chunk, self.device)
         self._optimizer = Optimizer(self.model, trainer, total_steps)
-        self._export_dtype = compute_dtype_of(model, master_dtype)
+        self._exporter = Exporter(self.model, compute_dtype_of(model, master_dtype), rank)
         self._writer = CheckpointWriter(rank, world)
         self.version = 0
 
@@ -132,13 +132,13 @@ class FSDPBackend:
         return [flat[start:end].tolist() for start, end in pairwise(ends)]
 
     def weight_specs(self) -> Sequence[TensorSpec]:
-        return export.specs(self.model, self._export_dtype)
+        return self._exporter.specs()
 
     def weight_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        return export.tensors(self.model, names, self._export_dtype, self.rank)
+        return self._exporter.tensors(names)
 
     def export(self, folder: Path) -> None:
-        export.write(self.model, self._config, Path(folder), self._export_dtype, self.rank)
+        self._exporter.write(self._config, Path(folder))
         if self.world > 1:
             dist.barrier()
 

@@ -18,70 +18,77 @@ from miles.core.model.load import load_config, load_tokenizer
 from weight_sync.contracts import TensorSpec
 
 
-def specs(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
-    """Names, shapes and dtypes of everything `tensors` can give. Tied tensors come once, as in a checkpoint."""
-    exported = {name: part for own, tensor in _own(model) for name, part in _converted(model, own, torch.empty_like(tensor, device="meta")).items()}
-    return [TensorSpec(name, tuple(part.shape), str(dtype).removeprefix("torch.")) for name, part in exported.items()]
+class Exporter:
+    """The names a checkpoint gives to a model's tensors, and the tensors themselves, full and in `dtype`."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, rank: int):
+        self._model, self._dtype, self._rank = model, dtype, rank
+        self._own = _own(model)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._source: dict[str, str] = {}
+        for own, tensor in self._own.items():
+            for name, part in self._converted(own, torch.empty(tensor.shape, device="meta")).items():
+                self._shapes[name], self._source[name] = tuple(part.shape), own
+
+    def specs(self) -> list[TensorSpec]:
+        """Everything that `tensors` can give. Tied tensors come once, as in a checkpoint."""
+        return [TensorSpec(name, shape, str(self._dtype).removeprefix("torch.")) for name, shape in self._shapes.items()]
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors in the order of `names`; on ranks other than 0 they are empty. Collective: every rank takes every step.
+
+        On one rank in the masters' own dtype a tensor is the parameter itself: copy it before the next training step.
+        """
+        held, parts = "", dict[str, Tensor]()
+        for name in names:
+            own = self._source[name]
+            if own != held:
+                # One parameter may be several tensors of a checkpoint (fused experts): gather it once.
+                full = _full(self._own[own])
+                held, parts = own, self._converted(own, full.to(self._dtype)) if self._rank == 0 else {}
+            yield name, parts[name] if self._rank == 0 else torch.empty(0, dtype=self._dtype)
+
+    def write(self, config: ModelConfig, folder: Path) -> None:
+        """A directory that transformers and SGLang load: weights, config and tokenizer. It appears whole. Collective."""
+        state = {}
+        for own, tensor in self._own.items():
+            full = _full(tensor)
+            if self._rank == 0:
+                state[own] = full.to("cpu", self._dtype)
+        if self._rank == 0:
+            self._write(config, folder, state)
+
+    def _write(self, config: ModelConfig, folder: Path, state: dict[str, Tensor]) -> None:
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        model_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
+        model_config.dtype = self._dtype
+        # A fresh shell: FSDP2 changes the class of the model it wraps, and its name would be written as the architecture.
+        with torch.device("meta"):
+            shell = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+        shell.generation_config = self._model.generation_config
+        shell.save_pretrained(partial, state_dict=state)
+        load_tokenizer(config.tokenizer or config.path, trust_remote_code=config.trust_remote_code).save_pretrained(partial)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(partial, folder)
+
+    def _converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """One tensor in memory -> the tensors a checkpoint has for it (a fused expert weight is many)."""
+        return revert_weight_conversion(self._model, {name: tensor})
 
 
-def tensors(model: PreTrainedModel, names: Sequence[str], dtype: torch.dtype, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors in the order of `names`; on ranks other than 0 they are empty. Collective: every rank takes every step.
-
-    On one rank in the masters' own dtype a tensor is the parameter itself: copy it before the next training step.
-    """
-    source = {name: own for own, tensor in _own(model) for name in _converted(model, own, torch.empty_like(tensor, device="meta"))}
-    parameters = dict(_own(model))
-    held: tuple[str, dict[str, Tensor]] = ("", {})
-    for name in names:
-        if name not in source:
-            raise ValueError(f"the model has no tensor {name!r}")
-        own = source[name]
-        if held[0] != own:
-            # One parameter may be several tensors of a checkpoint (fused experts): gather it once.
-            full = _full(parameters[own])
-            held = (own, _converted(model, own, full.to(dtype)) if rank == 0 else {})
-        yield name, held[1][name] if rank == 0 else torch.empty(0, dtype=dtype)
-
-
-def write(model: PreTrainedModel, config: ModelConfig, folder: Path, dtype: torch.dtype, rank: int) -> None:
-    """A directory that transformers and SGLang load: weights in `dtype`, config, tokenizer. It appears whole. Collective."""
-    state = {}
-    for own, tensor in _own(model):
-        full = _full(tensor)
-        if rank == 0:
-            state[own] = full.to("cpu", dtype)
-    if rank != 0:
-        return
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
-    model_config.dtype = dtype
-    # A fresh shell: FSDP2 changes the class of the model it wraps, and its name would be written as the architecture.
-    with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
-    shell.generation_config = model.generation_config
-    shell.save_pretrained(partial, state_dict=state)
-    load_tokenizer(config.tokenizer or config.path, trust_remote_code=config.trust_remote_code).save_pretrained(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(partial, folder)
-
-
-def _own(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+def _own(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers under the names they have in memory, tied ones once."""
     seen: set[int] = set()
-    own = []
+    own = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            own.append((name, tensor.detach()))
+            own[name] = tensor
     return own
 
 
-def _converted(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """One tensor in memory -> the tensors a checkpoint has for it (a fused expert weight is many)."""
-    return revert_weight_conversion(model, {name: tensor})
-
-
 def _full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
