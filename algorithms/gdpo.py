@@ -34,7 +34,11 @@ def gdpo(rewards: Rewards, config: AlgorithmConfig) -> Tensor:
         if name not in rewards.parts:
             raise ValueError(f"algorithm.part_weights has {name!r}, which is no reward{nearest(name, list(rewards.parts))}")
     valid_S = known(rewards)
-    total_S = torch.zeros_like(rewards.reward_S, dtype=torch.float64)
-    for name, part_S in rewards.parts.items():
-        total_S += config.part_weights.get(name, 1.0) * normalised(part_S, valid_S & ~torch.isnan(part_S), rewards.group_S, "std")
-    return whiten(total_S, torch.ones_like(total_S), valid_S).to(as_float(rewards.reward_S).dtype)
+    weighted = [
+        config.part_weights.get(name, 1.0) * normalised(part_S, valid_S & ~torch.isnan(part_S), rewards.group_S, "std")
+        for name, part_S in rewards.parts.items()
+    ]
+    total_S = sum(weighted, torch.zeros_like(rewards.reward_S, dtype=torch.float64))
+    # Rewards that are each other's opposites cancel up to rounding, which is float32's where the rewards are.
+    noise = 1e-6 * float(sum(part_S.abs().sum() for part_S in weighted))
+    return whiten(total_S, torch.ones_like(rewards.length_S), valid_S, noise).to(as_float(rewards.reward_S).dtype)

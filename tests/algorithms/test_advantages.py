@@ -101,6 +101,15 @@ def test_gdpo_tells_apart_rewards_with_the_same_sum() -> None:
     assert compute("grpo", rewards)[0] == pytest.approx(compute("grpo", rewards)[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gdpo_of_rewards_that_cancel_is_zero_and_not_scaled_residue(dtype) -> None:
+    a_S = torch.tensor([0.1, 0.7, 0.3, 0.45], dtype=dtype)
+    opposite = Rewards(
+        reward_S=0 * a_S, group_S=torch.zeros(4, dtype=torch.int64), length_S=torch.ones(4, dtype=torch.int64), parts={"a": a_S, "b": 5.3 - 3 * a_S}
+    )
+    assert not compute("gdpo", opposite).any()
+
+
 def test_gdpo_refuses_a_weight_of_no_reward() -> None:
     with pytest.raises(ValueError, match="did you mean 'format'"):
         compute("gdpo", Rewards(reward_S=torch.ones(2), group_S=torch.zeros(2, dtype=torch.int64), length_S=torch.ones(2), parts={"format": torch.ones(2)}),

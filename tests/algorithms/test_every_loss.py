@@ -129,7 +129,7 @@ def test_gradient_equals_finite_differences(name, seed) -> None:
         moved = tokens_of(batch)
         with torch.no_grad():
             moved.logprobs_N.copy_(torch.tensor(logprobs))
-        return float(fn(moved, counts).loss)
+        return float(fn(moved, counts).loss.detach())
 
     numeric = numeric_gradient(value, tokens.logprobs_N.detach().numpy().copy())
     np.testing.assert_allclose(np.concatenate(gradients), numeric[tokens.mask_N.numpy()], atol=1e-8)
