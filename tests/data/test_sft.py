@@ -1,0 +1,154 @@
+import json
+import logging
+
+import numpy as np
+import pytest
+from tokenizers_for_tests import BOS, DROPS_THINKING, END, assistant, byte_tokenizer, user
+
+from miles.config import ConfigError
+from miles.data.config import SFTDataConfig
+from miles.data.sft import SFTDataset, SFTStream
+
+TWO_TURNS = [user("one"), assistant("ONE"), user("two"), assistant("TWO")]
+THINKING = [user("one"), assistant("<think>hm</think>ONE"), user("two"), assistant("<think>so</think>TWO")]
+
+
+def jsonl(folder, *rows) -> str:
+    path = folder / "sft.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def load(path, tokenizer=None, max_tokens=1000, **options) -> SFTDataset:
+    return SFTDataset.load(SFTDataConfig(paths=[path], **options), tokenizer or byte_tokenizer(), max_tokens)
+
+
+def trained(tokenizer, sample) -> str:
+    return tokenizer.decode(sample.response_tokens[sample.loss_mask].tolist())
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [
+        ("completion", f"TWO{END}"),
+        ("assistant", f"ONE{END}TWO{END}"),
+        # All but the very first token, which nothing predicts.
+        ("all", "user\none<|im_end|>\n<|im_start|>assistant\nONE<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\nTWO<|im_end|>\n"),
+    ],
+)
+def test_train_on_says_which_tokens_count(tmp_path, train_on, expected):
+    tokenizer = byte_tokenizer()
+    dataset = load(jsonl(tmp_path, {"messages": TWO_TURNS}), tokenizer, messages_column="messages", train_on=train_on)
+    assert len(dataset) == 1
+    assert trained(tokenizer, dataset[0]) == expected
+
+
+def test_prompt_and_completion_columns_make_a_conversation(tmp_path):
+    tokenizer = byte_tokenizer()
+    sample = load(jsonl(tmp_path, {"prompt": "hi", "completion": "ho"}), tokenizer)[0]
+    assert tokenizer.decode(sample.tokens[: sample.prompt_length].tolist()) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert trained(tokenizer, sample) == f"ho{END}"
+
+
+def test_a_one_token_answer_is_trained(tmp_path):
+    tokenizer = byte_tokenizer(None)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    sample = load(jsonl(tmp_path, {"prompt": "2+2=", "completion": "4"}), tokenizer)[0]
+    assert sample.response_length == 1
+    assert sample.loss_mask.tolist() == [True]
+    assert trained(tokenizer, sample) == "4"
+
+
+@pytest.mark.parametrize("pad_is_eos", [True, False])
+def test_the_end_token_counts_also_when_it_is_the_pad_token(tmp_path, pad_is_eos):
+    tokenizer = byte_tokenizer(pad_is_eos=pad_is_eos)
+    sample = load(jsonl(tmp_path, {"prompt": "hi", "completion": "ho"}), tokenizer)[0]
+    assert sample.tokens[-1] == tokenizer.eos_token_id
+    assert bool(sample.loss_mask[-1])
+
+
+def test_without_a_chat_template_strings_are_joined_and_the_end_token_added(tmp_path):
+    tokenizer = byte_tokenizer(None, adds_bos=True)
+    sample = load(jsonl(tmp_path, {"prompt": "hi ", "completion": "ho"}), tokenizer)[0]
+    assert tokenizer.decode(sample.tokens.tolist()) == f"{BOS}hi ho{END}"
+    assert trained(tokenizer, sample) == f"ho{END}"
+
+
+def test_a_template_that_rewrites_history_gives_one_sample_per_turn_and_says_so(tmp_path, caplog):
+    tokenizer = byte_tokenizer(DROPS_THINKING)
+    with caplog.at_level(logging.WARNING):
+        dataset = load(jsonl(tmp_path, {"messages": THINKING}), tokenizer, messages_column="messages")
+    assert [trained(tokenizer, s) for s in (dataset[0], dataset[1])] == [f"<think>hm</think>ONE{END}", f"<think>so</think>TWO{END}"]
+    assert (dataset.report.rows, dataset.report.split, dataset.report.kept) == (1, 1, 2)
+    assert "rewrites history: 1 of 1 rows" in caplog.text
+
+
+def test_training_on_all_tokens_of_a_rewritten_history_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"sft\.jsonl:1: .*train_on = 'all' cannot be right here"):
+        load(jsonl(tmp_path, {"messages": THINKING}), byte_tokenizer(DROPS_THINKING), messages_column="messages", train_on="all")
+
+
+def test_long_and_unaligned_rows_are_left_out_and_counted(tmp_path):
+    tokenizer = byte_tokenizer(merges=(("Ċ", "Ċ"),))
+    path = jsonl(tmp_path, *[{"prompt": "a", "completion": c} for c in ("b", "b" * 500, "\nb")])
+    report = load(path, tokenizer, max_tokens=200).report
+    assert (report.rows, report.kept, report.too_long, report.unaligned) == (3, 1, 1, 1)
+
+
+def test_nothing_left_is_an_error_with_the_counts(tmp_path):
+    with pytest.raises(ConfigError, match=r"no conversation is left of 1 rows .*1 are longer than 20 tokens"):
+        load(jsonl(tmp_path, {"prompt": "a" * 50, "completion": "b"}), max_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        ({"prompt": "a", "completion": ""}, {}, "column 'completion' is empty; 1 of 1"),
+        ({"prompt": "", "completion": "b"}, {}, "column 'prompt' is empty"),
+        ({"prompt": "a", "complete": "b"}, {}, r"has no column 'completion' .*did you mean 'complete'\?"),
+        ({"prompt": "a", "completion": 3}, {}, "a completion is a string"),
+        ({"messages": [user("a")]}, {"messages_column": "messages"}, "no assistant turn to train; its roles are user"),
+        ({"messages": [*TWO_TURNS, user("a")]}, {"messages_column": "messages", "train_on": "completion"}, "ends with an assistant turn, not 'user'"),
+        ({"messages": "a"}, {"messages_column": "messages"}, "column 'messages' is a string"),
+        ({"messages": []}, {"messages_column": "messages"}, "column 'messages' is empty"),
+        ({"messages": [assistant("a")]}, {"messages_column": "messages"}, "no message before the assistant's first turn"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_refused_by_place(tmp_path, row, options, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        load(jsonl(tmp_path, row), **options)
+    assert "sft.jsonl:1" in str(error.value)
+
+
+def test_messages_without_a_template_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no chat template: give prompt and completion strings"):
+        load(jsonl(tmp_path, {"messages": TWO_TURNS}), byte_tokenizer(None), messages_column="messages")
+
+
+def stream_of(tmp_path, count: int, seed: int = 0) -> SFTStream:
+    return SFTStream(load(jsonl(tmp_path, *[{"prompt": f"p{i}", "completion": "c"} for i in range(count)])), seed)
+
+
+def ids(batch) -> list[str]:
+    return [sample.sample_id for sample in batch]
+
+
+def test_batches_cover_every_epoch_once_across_its_end(tmp_path):
+    stream = stream_of(tmp_path, 10)
+    seen = [i for step in range(5) for i in ids(stream.batch(step, 4))]
+    assert sorted(seen[:10]) == sorted(seen[10:])
+    assert len(set(seen[:10])) == 10
+
+
+def test_a_batch_depends_on_its_step_alone(tmp_path):
+    first = stream_of(tmp_path, 10)
+    forwards = [ids(first.batch(step, 4)) for step in range(8)]
+    resumed = stream_of(tmp_path, 10)
+    assert ids(resumed.batch(7, 4)) == forwards[7]
+    assert ids(resumed.batch(2, 4)) == forwards[2]
+
+
+def test_samples_have_the_dtypes_and_marks_of_a_trajectory_without_an_engine(tmp_path):
+    sample = load(jsonl(tmp_path, {"prompt": "a", "completion": "b"}))[0]
+    assert sample.weight_versions.tolist() == [-1] * sample.response_length
+    assert np.isfinite(sample.logprobs).all()
