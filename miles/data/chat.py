@@ -136,16 +136,20 @@ def following_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mess
 
 def _encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], wanted: Sequence[int], tools: Tools) -> Conversation:
     whole = render(tokenizer, messages, generate=False, tools=tools)
-    texts = [whole]
+    bounds = []
     for i in wanted:
         opening = render(tokenizer, messages[:i], generate=True, tools=tools)
         closing = whole if i == len(messages) - 1 else render(tokenizer, messages[: i + 1], generate=False, tools=tools)
         if not (whole.startswith(closing) and closing.startswith(opening)):
             raise RewritesHistory(_rewrites(i))
-        texts += [opening, closing]
-    tokens_T, *rest = encode(tokenizer, texts)
+        bounds.append((opening, closing))
+    # The last closing is often the whole text: each text is tokenised once.
+    texts = list(dict.fromkeys([whole, *(text for bound in bounds for text in bound)]))
+    ids = dict(zip(texts, encode(tokenizer, texts), strict=True))
+    tokens_T = ids[whole]
     turns = []
-    for i, opening_ids, closing_ids in zip(wanted, rest[::2], rest[1::2], strict=True):
+    for i, (opening, closing) in zip(wanted, bounds, strict=True):
+        opening_ids, closing_ids = ids[opening], ids[closing]
         if not (_is_prefix(opening_ids, tokens_T) and _is_prefix(closing_ids, tokens_T)):
             raise UnalignedTurn(_unaligned(i))
         turns.append(Turn(i, len(opening_ids), _end_of_turn(tokenizer, tokens_T, len(opening_ids), len(closing_ids))))

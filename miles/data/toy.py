@@ -12,7 +12,7 @@ ALPHABET = "abcdefghij"
 LENGTHS = (3, 4, 5)
 
 
-def write_reverse_task(folder: Path | str, seed: int = 0, *, train: int = 8192, sft: int = 12288, test: int = 256) -> dict[str, Path]:
+def write_reverse_task(folder: Path | str, seed: int = 0, *, train: int = 8192, sft: int = 8192, test: int = 256) -> dict[str, Path]:
     """Write the task's three files and return their paths as `{"train": ..., "sft": ..., "test": ...}`.
 
     - `train.jsonl`: `train` rows `{"prompt": "abc", "answer": "cba"}` for RL.
