@@ -1,0 +1,237 @@
+"""Rollout engine `sglang`: the real SGLang server, on CPU or GPU, behind the contract of `contracts.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from miles.core.model.config import ModelConfig
+from rollout.config import RolloutConfig
+from rollout.engines.contracts import EngineError, EngineHealth, Generation, PauseMode, Request
+from rollout.engines.sglang_args import model_facts, server_arguments, server_environment
+from rollout.engines.sglang_server import SGLangServer
+from rollout.engines.sglang_weights import SGLangWeights
+from rollout.engines.sglang_wire import check_request, generation, request_body
+from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, SharedMemory
+
+HEALTH_DEADLINE_S = 10.0
+ABORT_INTERVAL_S = 0.02
+
+
+class SGLangEngine:
+    """One server and its only client.
+
+    Log-probs are SGLang's own: of the distribution at the sampling temperature (at 1 when greedy), before top-k and top-p, as the
+    contract asks. Seeds count only in SGLang's deterministic mode (`rollout.sglang_args.enable_deterministic_inference = true`);
+    tokens then depend on seed and position, log-probs in the last bits still on the batch.
+
+    Weight versions are exact for every token on CPU. On a GPU, where SGLang computes one step ahead, an update in place may give
+    the first token after it the new version though the old weights made it. On a GPU this engine was not measured.
+
+    Args:
+        log_folder: the server's output goes to a file in it.
+        weight_version: the version that the weights in `model.path` are.
+    """
+
+    def __init__(self, model: ModelConfig, rollout: RolloutConfig, *, log_folder: Path, weight_version: int = 0) -> None:
+        self._rollout = rollout
+        self._facts = model_facts(model)
+        self._arguments = server_arguments(model, rollout, self._facts, weight_version)
+        self._seeded = bool(self._arguments.get("enable_deterministic_inference", False))
+        self._server = SGLangServer(Path(log_folder))
+        ranks = int(self._arguments.get("tp_size", 1))
+        self._weights = SGLangWeights(self._server, self._facts, model.dtype, ranks, weight_version)
+        self._in_flight: dict[str, str] = {}  # server id -> request id
+        self._resumed: asyncio.Event | None = None  # set while paused; new requests wait for it
+        self._pause_mode: PauseMode | None = None
+        self._own_pause = False
+        self._asleep: set[str] = set()
+        self._tokens_generated = 0
+        self._busy_since = 0.0
+        self._seconds_busy = 0.0
+
+    @property
+    def pid(self) -> int:
+        """The server's main process, leader of a process group that holds everything this engine started."""
+        return self._server.pid
+
+    async def start(self) -> None:
+        """Start the server and wait until it serves: 13 s on an idle two-core machine, more on a busy one.
+
+        Raises:
+            EngineError: SGLang is not installed, or did not come up; the message ends with its log.
+        """
+        await self._server.start(self._arguments, lambda scratch: server_environment(self._rollout, self._arguments, scratch))
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """See `Engine.generate`. Waits while the engine is paused. `rollout.timeout_s` is the deadline."""
+        if not requests:
+            return []
+        for request in requests:
+            check_request(request, self._facts)
+        if self._asleep:
+            raise EngineError(f"{self._server.name} is asleep ({', '.join(sorted(self._asleep))}): wake it before generating")
+        while self._resumed is not None:
+            await self._resumed.wait()
+        # SGLang aborts by prefix of the id, and two ids in use at once are an error: the caller's ids cannot serve.
+        server_ids = [uuid.uuid4().hex for _ in requests]
+        body = request_body(requests, server_ids, self._facts, self._weights.version, self._seeded)
+        self._enter(requests, server_ids)
+        try:
+            # When the caller gives up, the connection closes, and SGLang itself ends the requests within four seconds.
+            answers = await self._server.post("/generate", body, self._rollout.timeout_s)
+        finally:
+            self._leave(server_ids)
+        generations = [generation(request, answer) for request, answer in zip(requests, answers, strict=True)]
+        self._tokens_generated += sum(len(g.tokens) for g in generations)
+        return generations
+
+    def hold(self) -> AbstractContextManager[None]:
+        """SGLang promises no admission order."""
+        return nullcontext()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Engine.pause`. New requests wait until `resume`."""
+        if self._pause_mode is not None:
+            return
+        self._pause_mode, self._resumed = mode, asyncio.Event()
+        if mode == "abort":
+            await self._abort_until(lambda: not self._in_flight)
+        # SGLang's own abort mode sleeps a second between looks and lets its scheduler run on; nothing runs here any more.
+        await self._call("/pause_generation", {"mode": "in_place" if mode == "in_place" else "retract"})
+
+    async def resume(self) -> None:
+        if self._pause_mode is None:
+            return
+        await self._call("/continue_generation", {"torch_empty_cache": False})
+        self._pause_mode = None
+        if self._resumed is not None:
+            self._resumed.set()
+            self._resumed = None
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `Engine.abort`. While paused by `retract`, a request ends with the tokens the server has handed over, which may be
+        fewer than it made (they are then sampled again); paused `in_place`, it ends at `resume`."""
+        if request_ids is None and self._pause_mode is None:
+            started = set(self._in_flight)
+            await self._abort_until(lambda: not started & self._in_flight.keys())
+        elif request_ids is None:
+            await self._call("/abort_request", {"abort_all": True})
+        else:
+            await asyncio.sleep(ABORT_INTERVAL_S)  # a request that was posted just now must have reached the scheduler
+            wanted = set(request_ids)
+            for server_id in [s for s, r in self._in_flight.items() if r in wanted]:
+                await self._call("/abort_request", {"rid": server_id})
+
+    async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Ends running requests, then asks the server to release memory. On CPU SGLang answers and releases nothing."""
+        unknown = set(tags) - {"weights", "kv_cache"}
+        if unknown:
+            raise ValueError(f"sleep tags {sorted(unknown)} are unknown; valid: weights, kv_cache")
+        self._asleep |= set(tags)
+        await self._abort_until(lambda: not self._in_flight)
+        await self._call("/release_memory_occupation", {"tags": list(tags)})
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """On a GPU released weights come back empty, so they are loaded again from what is retained."""
+        woken = sorted(self._asleep & set(tags))
+        if not woken:
+            return
+        await self._call("/resume_memory_occupation", {"tags": woken})
+        if "weights" in woken and self._rollout.gpus_per_engine > 0:
+            await asyncio.to_thread(self._weights.reload)
+        self._asleep -= set(woken)
+
+    async def health(self) -> EngineHealth:
+        """Asks the scheduler itself, so a server that hangs is not healthy. Counts are this client's."""
+        detail = ""
+        try:
+            await asyncio.to_thread(self._server.call, "/server_info", None, HEALTH_DEADLINE_S)
+        except EngineError as error:
+            detail = str(error)
+        running = min(len(self._in_flight), self._rollout.max_running)
+        busy = time.monotonic() - self._busy_since if self._in_flight else 0.0
+        return EngineHealth(
+            ok=not detail,
+            weight_version=self._weights.version,
+            running=running,
+            waiting=len(self._in_flight) - running,
+            tokens_generated=self._tokens_generated,
+            seconds_busy=self._seconds_busy + busy,
+            detail=detail,
+        )
+
+    async def close(self) -> None:
+        self._weights.leave()
+        await asyncio.to_thread(self._server.close)
+
+    def weights_version(self) -> int:
+        return self._weights.version
+
+    def weights_join(self, group: GroupSpec, rank: int) -> None:
+        """The engine is one member of the group, however many ranks its server has."""
+        self._weights.join(group, rank)
+
+    def weights_begin(self, manifest: Manifest) -> None:
+        """See `WeightReceiver.weights_begin`. An engine that is not paused yet pauses (retract) until commit or abort."""
+        self._weights.check(manifest)
+        if self._pause_mode is None:
+            self._server.call("/pause_generation", {"mode": "retract"})
+            self._own_pause = True
+        self._weights.begin(manifest)
+
+    def weights_receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
+        self._weights.receive(bucket, payload)
+
+    def weights_prepared(self, digests: bool) -> dict[str, str]:
+        return self._weights.prepared(digests)
+
+    def weights_commit(self, version: int) -> None:
+        """See `WeightReceiver.weights_commit`. Paused `in_place` running requests keep their KV cache; otherwise it is dropped."""
+        if not self._weights.open and version == self._weights.version:
+            return
+        self._drop_cache()
+        self._weights.commit(version)
+        self._end_own_pause()
+
+    def weights_abort(self) -> None:
+        """See `WeightReceiver.weights_abort`. An engine that `pause` stopped generates again at `resume`."""
+        if self._weights.open:
+            self._weights.abort()
+            self._drop_cache()
+        self._weights.leave()
+        self._end_own_pause()
+
+    async def _call(self, path: str, body: dict[str, Any]) -> Any:
+        return await asyncio.to_thread(self._server.call, path, body)
+
+    async def _abort_until(self, done: Callable[[], bool]) -> None:
+        """Again and again, since a request that was posted just now may reach the scheduler after the call to abort it."""
+        while not done():
+            await self._call("/abort_request", {"abort_all": True})
+            await asyncio.sleep(ABORT_INTERVAL_S)
+
+    def _enter(self, requests: Sequence[Request], server_ids: Sequence[str]) -> None:
+        if not self._in_flight:
+            self._busy_since = time.monotonic()
+        self._in_flight.update(zip(server_ids, (request.request_id for request in requests), strict=True))
+
+    def _leave(self, server_ids: Sequence[str]) -> None:
+        for server_id in server_ids:
+            del self._in_flight[server_id]
+        if not self._in_flight:
+            self._seconds_busy += time.monotonic() - self._busy_since
+
+    def _drop_cache(self) -> None:
+        if self._pause_mode != "in_place":
+            self._server.call("/flush_cache", {})
+
+    def _end_own_pause(self) -> None:
+        if self._own_pause:
+            self._server.call("/continue_generation", {"torch_empty_cache": False})
+            self._own_pause = False
