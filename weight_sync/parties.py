@@ -93,8 +93,16 @@ def reason(error: BaseException) -> str:
 
 
 async def until_first_failure(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Wait for all `tasks`, or raise as soon as one fails, the earlier in the sequence first; the others go on."""
+    """Wait for all `tasks`, or raise as soon as one fails, the earlier in the sequence first. The others go on; should they fail
+    later, that is taken as a consequence and not reported."""
+    for task in tasks:
+        task.add_done_callback(_mark_retrieved)
     await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             raise error
+
+
+def _mark_retrieved(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -81,7 +81,10 @@ class BroadcastGroup:
         return views(flat.view(torch_dtype(bucket)), bucket)
 
     def close(self) -> None:
-        """Leave the group. Connections are cut, so a member that waits for this one fails at once. Idempotent."""
+        """Leave the group. Connections are cut, so a member that waits for this one fails at once. Idempotent.
+
+        Gloo lets an operation of this member that is under way end first: rank 0, which knows that nothing more will come, leaves first.
+        """
         if self._backend is not None:
             self._backend.abort()
             self._backend = None

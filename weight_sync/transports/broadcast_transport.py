@@ -123,6 +123,10 @@ def send_buckets(backend: WeightSource, rank: int, name: str, buckets: tuple[Buc
                 started = bucket, _groups[name].start(bucket, flat)
         if started is not None:
             _groups[name].finish(*started)
+    except WeightSyncError:
+        # Engines that still wait to receive are freed by this; their own leaving cannot free them.
+        leave(backend, rank, name)
+        raise
     finally:
         for bucket in remaining:
             skip_bucket(backend, bucket)
