@@ -56,7 +56,7 @@ class WandbSink:
                     config=run_config,
                     settings=settings,
                 ),
-                INIT_SECONDS + 10,
+                INIT_SECONDS + 5,
             )
         except (TimeoutError, OSError, wandb.Error) as error:
             _end_service()
@@ -74,7 +74,7 @@ class WandbSink:
     def close(self) -> None:
         """Send what is left, for at most FINISH_SECONDS; what was not sent stays in the run folder for `wandb sync`."""
         try:
-            deadline.call(self._run.finish, FINISH_SECONDS + 10)
+            deadline.call(self._run.finish, FINISH_SECONDS + 5)
         except (TimeoutError, OSError, self._wandb.Error) as error:
             _end_service()
             raise SinkError(f"W&B did not finish ({scrub(str(error))}); `wandb sync {self._run.dir}/..` sends the rest later") from None
