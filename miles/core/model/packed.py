@@ -55,20 +55,20 @@ def packed_logprobs(
 
     def scored(hidden_1ND: Tensor) -> Tensor:
         logprobs_N, entropy_N = score(hidden_1ND[0], head.weight, targets_N, temperature, chunk, entropy, linear)
-        return torch.stack((logprobs_N, logprobs_N if entropy_N is None else entropy_N))[None]
+        return torch.stack((logprobs_N, logprobs_N if entropy_N is None else entropy_N))
 
     with _head_forward(head, scored):
-        values_2N = _call(model, tokens_T, positions_T, sequence_T, target_index_N - 1)[0]
+        values_2N = _call(model, tokens_T, positions_T, sequence_T, target_index_N - 1)
     return values_2N[0], values_2N[1] if entropy else None
 
 
 def forward_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Hidden states [T, D] after the final norm, for heads other than the language model's own. Arguments as in `packed_logprobs`."""
-    with _head_forward(output_head(model), lambda hidden_1TD: hidden_1TD):
+    with _head_forward(output_head(model), torch.clone):  # not the view that the root would return: FSDP2 hooks its output
         return _call(model, tokens_T, positions_T, sequence_T, 0)[0]
 
 
-def output_head(model: PreTrainedModel) -> nn.Module:
+def output_head(model: PreTrainedModel) -> nn.Linear:
     """The module that turns hidden states into logits.
 
     Raises:
@@ -101,7 +101,7 @@ class PackedRows:
         self.gather_M = None if gather is None else gather.to(device)
         self.scatter_T = None if scatter is None else scatter.to(device)
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
         """query [1, H, T, E], key and value [1, G, T, E] -> [1, T, H, E], where H is a multiple of G."""
         query_THE, key_TGE, value_TGE = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.gather_M is not None:
@@ -109,8 +109,8 @@ class PackedRows:
         outputs, start = [], 0
         for rows, length in self.blocks:
             stop = start + rows * length
-            block = (x[start:stop].unflatten(0, (rows, length)).transpose(1, 2) for x in (query_THE, key_TGE, value_TGE))
-            outputs.append(_causal(*block, scaling, dropout, window).transpose(1, 2).flatten(0, 1))
+            query, key, value = (x[start:stop].unflatten(0, (rows, length)).transpose(1, 2) for x in (query_THE, key_TGE, value_TGE))
+            outputs.append(_causal(query, key, value, scaling, dropout, window).transpose(1, 2).flatten(0, 1))
             start = stop
         output_THE = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.scatter_T is not None:
@@ -191,7 +191,7 @@ def _attention(
             "this model's attention was set to packed rows, but it was called without them: "
             "call it through miles.core.model.packed, or model.set_attn_implementation('sdpa') first"
         )
-    return rows.attend(module, query, key, value, scaling, dropout, sliding_window), None
+    return rows.attend(module.layer_idx, query, key, value, scaling, dropout, sliding_window), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
