@@ -123,10 +123,11 @@ def _regulariser(tokens: Tokens, counts: Counts, config: AlgorithmConfig) -> tup
 
 
 def _clean(tokens: Tokens) -> Tokens:
-    """Float fields in float32 or float64 with 0 at masked places: NaN there reaches neither values nor gradients."""
+    """Float fields in the log-probs' float32 or float64, with 0 at masked places: NaN there reaches neither values nor gradients."""
+    dtype = as_float(tokens.logprobs_N).dtype
 
     def clean(values_N: Tensor | None) -> Any:
-        return None if values_N is None else masked(as_float(values_N), tokens.mask_N)
+        return None if values_N is None else masked(values_N.to(dtype), tokens.mask_N)
 
     return replace(
         tokens,
