@@ -23,7 +23,7 @@ from rollout.actor import GroupResult, GroupTask
 from rollout.buffer import Buffer
 from rollout.claims import Claims, Outcome
 from rollout.engines.contracts import SamplingParams
-from rollout.filters import teaches_nothing
+from rollout.filters import diagnosis, teaches_nothing
 from rollout.fleet import Fleet
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class Producer:
     heal: Callable[[], Awaitable[None]]
     _counts: Counter[str] = field(default_factory=Counter)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _filtered: list[Group] = field(default_factory=list)
     _waiting: list[int] = field(default_factory=list)
     _in_flight: set[int] = field(default_factory=set)
     _error: BaseException | None = None
@@ -98,12 +99,14 @@ class Producer:
             self.claims.end(group.claim_id, Outcome.TRAINED)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON: what a resumed run needs to skip no prompt and repeat none. Groups in flight or in the buffer are claimed again."""
-        return {"claims": self.claims.state_dict()}
+        """JSON: what a resumed run needs to skip no prompt and repeat none. Groups that were in flight are generated again."""
+        return {"claims": self.claims.state_dict(), "buffer": self.buffer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.claims.load_state_dict(state["claims"])
-        self._waiting = self.claims.in_flight()
+        self.buffer.load_state_dict(state["buffer"], self.stream.prompt)
+        buffered = set(self.buffer.claim_ids())
+        self._waiting = [claim_id for claim_id in self.claims.in_flight() if claim_id not in buffered]
 
     def _fill(self, capacity: int) -> None:
         """Start groups until `capacity` of them are in flight or buffered."""
@@ -134,7 +137,7 @@ class Producer:
         self._failures_in_a_row = 0
         if self.dynamic_sampling and teaches_nothing(result.group):
             self.claims.end(result.claim_id, Outcome.FILTERED)
-            self._counts["groups/filtered"] += 1
+            self._filtered.append(result.group)
         else:
             self.buffer.put(result.group)
 
@@ -159,13 +162,10 @@ class Producer:
                 self._counts["groups/exhausted"] += 1
 
     def _check_rounds(self) -> None:
-        filtered = self._counts["groups/filtered"]
-        if filtered >= self.prompts_per_step * self.max_sampling_rounds:
+        if len(self._filtered) >= self.prompts_per_step * self.max_sampling_rounds:
             raise RuntimeError(
-                f"dynamic sampling: {filtered} groups in a row had rewards that are all equal, as many as algorithm.max_sampling_rounds = "
-                f"{self.max_sampling_rounds} batches of {self.prompts_per_step}, without filling one batch. Either every answer is right, or none "
-                "is: look at the sample table, use easier (or harder) prompts, a denser reward, more samples per prompt, or "
-                "algorithm.dynamic_sampling = false"
+                f"dynamic sampling: algorithm.max_sampling_rounds = {self.max_sampling_rounds} batches of {self.prompts_per_step} groups did not fill one "
+                f"batch. {diagnosis(self._filtered)}, or set algorithm.dynamic_sampling = false"
             )
 
     def _raise_error(self) -> None:
@@ -173,7 +173,8 @@ class Producer:
             raise self._error
 
     def _drain_counts(self) -> dict[str, float]:
-        names = ("groups/filtered", "groups/failed", "groups/exhausted", "groups/refused_stale")
-        counts = {name: float(self._counts[name]) for name in names}
+        counts = {name: float(self._counts[name]) for name in ("groups/failed", "groups/exhausted", "groups/refused_stale")}
+        counts["groups/filtered"] = float(len(self._filtered))
         self._counts.clear()
+        self._filtered.clear()
         return counts
