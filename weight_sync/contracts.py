@@ -89,7 +89,7 @@ class FromGroup:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A process group of trainer rank 0 (rank 0) and every engine rank. `backend` is gloo or nccl."""
+    """A process group of trainer rank 0 (rank 0) and every engine, one member each. `backend` is gloo or nccl."""
 
     address: str
     port: int

@@ -83,13 +83,17 @@ async def call_trainer(trainer: Trainer, timeout_s: float, fn: Callable[..., Any
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line. Ray wraps what an actor raised and keeps the original as `cause`."""
-    cause = getattr(error, "cause", None)
-    original = cause if isinstance(cause, BaseException) else error
-    lines = str(original).strip().splitlines()
-    if isinstance(original, WeightSyncError) and lines:
-        return lines[0]
-    return f"{type(original).__name__}: {lines[0]}" if lines else ("no answer in time" if isinstance(original, TimeoutError) else type(original).__name__)
+    """An error in one line. Actors wrap what was raised in them: a WeightSyncError inside says it best."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, WeightSyncError):
+            return " ".join(str(inner).split())
+        cause = getattr(inner, "cause", None)  # Ray's own link to the original
+        inner = cause if isinstance(cause, BaseException) else inner.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, TimeoutError) and not lines:
+        return "no answer in time"
+    return ": ".join([type(error).__name__, *lines[:2]])
 
 
 async def until_first_failure(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -54,7 +54,7 @@ class WeightSync:
     """Publishes the trainer's weights to the engines. Runs on the driver; one update at a time.
 
     Args:
-        address, backend, ranks_per_engine: of the broadcast group, see BroadcastTransport.
+        address, backend: of the broadcast group, see BroadcastTransport.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class WeightSync:
         *,
         address: str = "127.0.0.1",
         backend: str = "gloo",
-        ranks_per_engine: int = 1,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -74,7 +73,7 @@ class WeightSync:
         self._journal = Journal(journal_path)
         # A run that is started again finds its own leftovers by this prefix, and no other run's.
         prefix = "miles-weights-" + hashlib.sha256(str(journal_path.absolute()).encode()).hexdigest()[:16]
-        self._transport = make_transport(config, trainer, engines, prefix=prefix, address=address, backend=backend, ranks_per_engine=ranks_per_engine)
+        self._transport = make_transport(config, trainer, engines, prefix=prefix, address=address, backend=backend)
         self._verified: set[int] = set()
         self._lock = asyncio.Lock()
 

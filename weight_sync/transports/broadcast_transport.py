@@ -23,17 +23,15 @@ class BroadcastTransport:
     Args:
         address: of trainer rank 0, as the engines reach it. Loopback keeps the group on one machine.
         backend: gloo or nccl.
-        ranks_per_engine: members each engine brings (its tensor-parallel size).
     """
 
-    def __init__(self, trainer: Trainer, engines: Engines, *, prefix: str, timeout_s: float, address: str, backend: str, ranks_per_engine: int) -> None:
+    def __init__(self, trainer: Trainer, engines: Engines, *, prefix: str, timeout_s: float, address: str, backend: str) -> None:
         self._trainer = trainer
         self._engines = engines
         self._prefix = prefix
         self._timeout_s = timeout_s
         self._address = address
         self._backend = backend
-        self._ranks_per_engine = ranks_per_engine
         self._generation = 0
         self._engine_ids: tuple[int, ...] = ()
         self._group: str | None = None
@@ -47,11 +45,11 @@ class BroadcastTransport:
         self._generation += 1
         self._group = f"{self._prefix}-{self._generation}"
         ports = await call_trainer(self._trainer, self._timeout_s, listen, self._group, self._address, self._timeout_s)
-        world_size = 1 + len(engine_ids) * self._ranks_per_engine
-        group = GroupSpec(self._address, ports[0], world_size, self._group, self._backend, self._timeout_s)
-        ranks = {engine_id: 1 + place * self._ranks_per_engine for place, engine_id in enumerate(engine_ids)}
+        group = GroupSpec(self._address, ports[0], 1 + len(engine_ids), self._group, self._backend, self._timeout_s)
         await self._together(
-            join_group, (group,), [call_one(self._engines, engine_id, self._timeout_s, "weights_join", group, rank) for engine_id, rank in ranks.items()]
+            join_group,
+            (group,),
+            [call_one(self._engines, engine_id, self._timeout_s, "weights_join", group, rank) for rank, engine_id in enumerate(engine_ids, 1)],
         )
 
     async def send(self, manifest: Manifest, digests: bool) -> dict[str, str]:

@@ -8,10 +8,8 @@ from weight_sync.transports.broadcast_transport import BroadcastTransport
 from weight_sync.transports.tensor_transport import TensorTransport
 
 
-def make_transport(
-    config: WeightSyncConfig, trainer: Trainer, engines: Engines, *, prefix: str, address: str, backend: str, ranks_per_engine: int
-) -> Transport:
+def make_transport(config: WeightSyncConfig, trainer: Trainer, engines: Engines, *, prefix: str, address: str, backend: str) -> Transport:
     """The transport that `config` names. `prefix` is this run's own, for file and group names; the rest is BroadcastTransport's."""
     if config.transport == "tensor":
         return TensorTransport(trainer, engines, prefix=prefix, timeout_s=config.timeout_s)
-    return BroadcastTransport(trainer, engines, prefix=prefix, timeout_s=config.timeout_s, address=address, backend=backend, ranks_per_engine=ranks_per_engine)
+    return BroadcastTransport(trainer, engines, prefix=prefix, timeout_s=config.timeout_s, address=address, backend=backend)
