@@ -43,8 +43,7 @@ def make_batch_invariant(model: PreTrainedModel) -> None:
         if replacement is not None:
             model.set_submodule(name, replacement)
     use_packed_attention(model)
-    model.batch_invariant_linear = linear
-    model.batch_invariant_rows = InvariantRows
+    vars(model).update(batch_invariant_linear=linear, batch_invariant_rows=InvariantRows)
 
 
 def is_batch_invariant(model: PreTrainedModel) -> bool:
@@ -91,8 +90,8 @@ class InvariantRows(PackedRows):
         outputs, start = [], 0
         for rows, length in self.blocks:
             stop = start + rows * length
-            block = (x[start:stop].unflatten(0, (rows, length)) for x in (query_THE, key_TGE, value_TGE))
-            outputs.append(_attend_block(*block, scaling).flatten(0, 1))
+            query_NLHE, key_NLGE, value_NLGE = (x[start:stop].unflatten(0, (rows, length)) for x in (query_THE, key_TGE, value_TGE))
+            outputs.append(_attend_block(query_NLHE, key_NLGE, value_NLGE, scaling).flatten(0, 1))
             start = stop
         output_THE = torch.cat(outputs)
         if self.scatter_T is not None:
@@ -190,10 +189,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
         with torch.enable_grad():
-            output = PackedRows.attend(ctx.rows, 0, *inputs, ctx.scaling, 0.0, None)
-        return (*torch.autograd.grad(output, inputs, grads[0]), None, None)
+            output = PackedRows.attend(ctx.rows, 0, query, key, value, ctx.scaling, 0.0, None)
+        return (*torch.autograd.grad(output, (query, key, value), grads[0]), None, None)
 
 
 def _attend_block(query_NLHE: Tensor, key_NLGE: Tensor, value_NLGE: Tensor, scaling: float) -> Tensor:
