@@ -74,12 +74,12 @@ async def call_one(engines: Engines, engine_id: int, timeout_s: float, method: s
 
 
 async def call_trainer(trainer: Trainer, timeout_s: float, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """`fn` on every rank within `timeout_s`; errors say which function failed."""
+    """`fn` on every rank within `timeout_s`; whatever goes wrong is a WeightSyncError that says in which function."""
     try:
         async with asyncio.timeout(timeout_s):
             return await trainer.run_on_ranks(fn, *args)
-    except TimeoutError as error:
-        raise WeightSyncError(f"the trainer failed at {fn.__name__}: no answer within {timeout_s:g} s") from error
+    except Exception as error:
+        raise WeightSyncError(f"the trainer failed at {fn.__name__}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -109,6 +109,7 @@ class WeightSync:
             if self.version is None:
                 raise WeightSyncError(f"engine {engine_id} cannot catch up: no version was published yet")
             self._verified.discard(engine_id)
+            await self._transport.close()  # the engine may be a new process under an old number
             return await self._update(self.version, (engine_id,), joining=True)
 
     async def recover(self) -> dict[int, str]:
@@ -159,6 +160,8 @@ class WeightSync:
         dead = await self._commit(engine_ids, version)
         self._verified |= {i for i in engine_ids if compared}
         self._verified -= set(dead)
+        if dead:
+            await self._transport.close()
         return PublishResult(version=version, seconds=time.monotonic() - started, bytes=export_bytes(manifest), digests_compared=compared, dead=dead)
 
     async def _manifest(self, version: int) -> Manifest:

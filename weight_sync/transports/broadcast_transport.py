@@ -65,7 +65,7 @@ class BroadcastTransport:
             await asyncio.wait([self._in_flight], timeout=self._timeout_s)
             self._in_flight = None
         if self._group is not None:
-            with contextlib.suppress(WeightSyncError):
+            with contextlib.suppress(WeightSyncError):  # the trainer may be what failed
                 await call_trainer(self._trainer, self._timeout_s, leave, self._group)
             self._group = None
 

@@ -68,7 +68,7 @@ class TensorTransport:
             await asyncio.wait([self._writing], timeout=self._timeout_s)
             self._writing = None
         remove_local(self._prefix)
-        with contextlib.suppress(WeightSyncError):
+        with contextlib.suppress(WeightSyncError):  # the trainer may be what failed
             await call_trainer(self._trainer, self._timeout_s, remove_files, self._prefix)
             self._clean = True
 
