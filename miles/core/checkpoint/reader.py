@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -33,7 +34,7 @@ def load(folder: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, world:
     same_world = manifest["world"] == world
     if same_world:
         wanted[rng.tensor_name(rank)] = torch.empty(stored[rng.tensor_name(rank)].size, dtype=torch.uint8)
-    dcp.load(wanted, checkpoint_id=folder, no_dist=world == 1)
+    dcp.load(wanted, checkpoint_id=folder, no_dist=not dist.is_initialized())
     if same_world:
         rng.restore(wanted[rng.tensor_name(rank)])
     else:

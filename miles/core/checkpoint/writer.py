@@ -79,7 +79,7 @@ class CheckpointWriter:
         try:
             self._prepare(store, partial)
             # It returns on no rank before every rank has written and synced its files, and raises on all when one failed.
-            dcp.save(tensors, checkpoint_id=partial, process_group=self._group, no_dist=self._group is None)
+            dcp.save(tensors, checkpoint_id=partial, process_group=self._group, no_dist=not dist.is_initialized())
             if self._rank == 0:
                 write_synced(partial / MANIFEST, manifest)
                 sync_folder(partial)
@@ -119,10 +119,16 @@ def _manifest(world: int, state: dict[str, Any], extra: dict[str, Any]) -> str:
 
 
 def _explain(folder: Path, error: BaseException, latest: int | None) -> str:
-    causes = (
-        [str(failure[0] if isinstance(failure, tuple) else failure) for failure in error.failures.values()]
-        if isinstance(error, CheckpointException)
-        else [str(error)]
-    )
+    failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
+    causes = dict.fromkeys(_cause(failure) for failure, _ in failures)
+    free = shutil.disk_usage(folder.parent).free / 2**20
     before = "there is none before it" if latest is None else f"the latest complete one is of step {latest} and is intact"
-    return f"checkpoint {folder} could not be written: {'; '.join(dict.fromkeys(causes))}; {before}"
+    return f"checkpoint {folder} could not be written: {'; '.join(causes)}; {free:,.0f} MiB are free there; {before}"
+
+
+def _cause(error: BaseException) -> str:
+    """torch reports a failed write as a wrong position in its archive; the operating system's error stands behind it."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, OSError):
+        link = link.__cause__ or link.__context__
+    return str(error if link is None else link)

@@ -1,0 +1,408 @@
+"""What every trainer backend must do, with real ranks on gloo. The oracle is plain transformers, one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from miles.core.model.tiny import make_tiny_model
+from miles.data.types import Group, Sample
+from tests.trainer_cases import (
+    VOCABULARY,
+    gradients,
+    make_backend,
+    make_group,
+    make_sample,
+    mixed_groups,
+    plain_gradients,
+    plain_logprobs,
+    plain_model,
+    relative_difference,
+    weights,
+)
+from tests.trainer_pool import Pool
+
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    alphabet = "".join(chr(0x100 + i) for i in range(VOCABULARY - 9))
+    return make_tiny_model(tmp_path_factory.mktemp("trainers") / "model", alphabet=alphabet, hidden=16, heads=2, kv_heads=1, context=128)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one() -> Iterator[None]:
+    """This process is the one rank of the tests on one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def expected_gradients(model: Path) -> dict[str, Any]:
+    return plain_gradients(model, mixed_groups())
+
+
+def rl_gradients(rank: int, world: int, path: Path, groups: list[Group], options: dict[str, Any]) -> dict[str, Any]:
+    backend = make_backend(path, rank=rank, world=world, **options)
+    backend.step_rl(groups)
+    return gradients(backend)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 24, 8192])
+def test_gradients_do_not_depend_on_the_microbatch_split(model: Path, expected_gradients: dict[str, Any], max_tokens: int) -> None:
+    found = rl_gradients(0, 1, model, mixed_groups(), {"trainer": {"max_tokens_per_microbatch": max_tokens}})
+    assert relative_difference(found, expected_gradients) < EXACT
+
+
+def test_gradients_do_not_depend_on_the_packing_order(model: Path, expected_gradients: dict[str, Any]) -> None:
+    found = rl_gradients(0, 1, model, mixed_groups()[::-1], {})
+    assert relative_difference(found, expected_gradients) < EXACT
+
+
+@pytest.mark.parametrize("max_tokens", [24, 8192])
+def test_gradients_on_two_ranks_are_those_of_one(model: Path, two: Pool, expected_gradients: dict[str, Any], max_tokens: int) -> None:
+    found = two.run(rl_gradients, model, mixed_groups(), {"trainer": {"max_tokens_per_microbatch": max_tokens}})[0]
+    assert relative_difference(found, expected_gradients) < EXACT
+
+
+def test_gradients_on_four_ranks_are_those_of_one(model: Path, four: Pool, expected_gradients: dict[str, Any]) -> None:
+    found = four.run(rl_gradients, model, mixed_groups(), {"trainer": {"max_tokens_per_microbatch": 24}})[0]
+    assert relative_difference(found, expected_gradients) < EXACT
+
+
+def test_ranks_without_samples_take_part(model: Path, two: Pool) -> None:
+    """Rows of one sample each, and one long one: a rank has one row, the other two."""
+    groups = [make_group(0, [make_sample(0, i, 3, length, reward=float(i)) for i, length in enumerate((40, 5, 6))])]
+    found = two.run(rl_gradients, model, groups, {"trainer": {"max_tokens_per_microbatch": 1}})[0]
+    assert relative_difference(found, plain_gradients(model, groups)) < EXACT
+
+
+def test_fewer_samples_than_ranks(model: Path, four: Pool) -> None:
+    groups = [make_group(0, [make_sample(0, i, 3, 6, reward=float(i)) for i in range(2)])]
+    assert relative_difference(four.run(rl_gradients, model, groups, {})[0], plain_gradients(model, groups)) < EXACT
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_checkpointed_activations_give_equal_gradients(model: Path, two: Pool, expected_gradients: dict[str, Any], world: int) -> None:
+    options = {"trainer": {"activation_checkpointing": True, "max_tokens_per_microbatch": 24}}
+    found = rl_gradients(0, 1, model, mixed_groups(), options) if world == 1 else two.run(rl_gradients, model, mixed_groups(), options)[0]
+    assert relative_difference(found, expected_gradients) < EXACT
+
+
+def all_metrics(rank: int, world: int, path: Path, groups: list[Group], options: dict[str, Any], steps: int) -> list[dict[str, float]]:
+    backend = make_backend(path, rank=rank, world=world, **options)
+    return [backend.step_rl(groups).metrics for _ in range(steps)]
+
+
+def test_metrics_are_equal_on_every_rank(model: Path, two: Pool) -> None:
+    first, second = two.run(all_metrics, model, mixed_groups(), {"algorithm": {"kl_coef": 0.1}, "dtype": torch.float32}, 2)
+    assert first == second
+
+
+def test_metrics_on_two_ranks_are_those_of_one(model: Path, two: Pool) -> None:
+    options = {"algorithm": {"kl_coef": 0.1}}
+    one, both = all_metrics(0, 1, model, mixed_groups(), options, 2), two.run(all_metrics, model, mixed_groups(), options, 2)[0]
+    for alone, together in zip(one, both, strict=True):
+        assert together == pytest.approx(alone, rel=1e-9, abs=1e-12)
+
+
+def test_logprobs_are_those_of_a_plain_forward(model: Path, two: Pool) -> None:
+    samples = [s for g in mixed_groups() for s in g.samples]
+    plain = plain_model(model, torch.float32)
+    with torch.no_grad():
+        expected = [plain_logprobs(plain, s).tolist() for s in samples]
+    found = two.run(logprobs_of, model, samples)[1]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-6)
+
+
+def logprobs_of(rank: int, world: int, path: Path, samples: list[Sample]) -> list[list[float]]:
+    return make_backend(path, rank=rank, world=world, dtype=torch.float32, trainer={"max_tokens_per_microbatch": 24}).logprobs(samples)
+
+
+def test_scores_after_a_step_see_the_new_weights(model: Path, two: Pool) -> None:
+    """FSDP2 keeps the root's gathered parameters after a forward without backward: they must not outlive a change of the shards."""
+    before, after, restored = two.run(scores_around_a_step, model, mixed_groups())[0]
+    assert before != after
+    assert before == restored
+
+
+def scores_around_a_step(rank: int, world: int, path: Path, groups: list[Group]) -> list[list[list[float]]]:
+    backend = make_backend(path, rank=rank, world=world, dtype=torch.float32)
+    samples = list(groups[0].samples)
+    start = {name: tensor.detach().clone() for name, tensor in backend.model.named_parameters()}
+    before = backend.logprobs(samples)
+    backend.step_rl(groups)
+    after = backend.logprobs(samples)
+    with torch.no_grad():
+        for name, parameter in backend.model.named_parameters():
+            parameter.copy_(start[name])
+    return [before, after, backend.logprobs(samples)]
+
+
+def test_sft_loss_is_the_negative_log_likelihood(model: Path) -> None:
+    samples = [s for g in mixed_groups() for s in g.samples]
+    plain, total, tokens = plain_model(model), 0.0, 0
+    for sample in samples:
+        with torch.no_grad():
+            logits = plain(input_ids=torch.from_numpy(sample.tokens)[None]).logits[0].numpy()
+        for place in np.flatnonzero(sample.loss_mask) + sample.prompt_length:
+            row = logits[place - 1]
+            total -= row[sample.tokens[place]] - row.max() - np.log(np.exp(row - row.max()).sum())
+            tokens += 1
+    result = make_backend(model, trainer={"max_tokens_per_microbatch": 24}, temperature=0.5).step_sft(samples)
+    assert result.metrics["loss/nll"] == pytest.approx(total / tokens, rel=1e-12)
+    assert result.metrics["tokens/trained"] == tokens
+
+
+def test_a_batch_that_is_masked_throughout_moves_nothing(model: Path) -> None:
+    groups = [make_group(0, [make_sample(0, i, 3, 4, reward=float(i), masked=range(4)) for i in range(2)])]
+    backend = make_backend(model)
+    before = weights(backend)
+    result = backend.step_rl(groups)
+    after = weights(backend)
+    assert result.empty
+    assert result.metrics["optimizer/empty_steps"] == 1
+    assert all(np.isfinite(value) for value in result.metrics.values())
+    assert all(np.array_equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gradient_that_is_not_finite_moves_nothing(model: Path, two: Pool, world: int) -> None:
+    moved, result = spoilt_step(0, 1, model, mixed_groups()) if world == 1 else two.run(spoilt_step, model, mixed_groups())[0]
+    assert moved == []
+    assert result.empty
+    assert result.metrics["optimizer/empty_steps"] == 1
+
+
+def spoilt_step(rank: int, world: int, path: Path, groups: list[Group]) -> tuple[list[str], Any]:
+    backend = make_backend(path, rank=rank, world=world, dtype=torch.float32)
+    backend.model.model.norm.register_forward_hook(lambda module, inputs, output: output * float("inf"))
+    before = weights(backend)
+    result = backend.step_rl(groups)
+    after = weights(backend)
+    return [n for n in before if not np.array_equal(before[n], after[n])], result
+
+
+def test_scoring_at_the_sampling_temperature_gives_ratio_one(model: Path) -> None:
+    plain = plain_model(model, torch.float32)
+    groups = []
+    for group in mixed_groups():
+        samples = []
+        for sample in group.samples:
+            with torch.no_grad():
+                logprobs = plain_logprobs(plain, sample, temperature=0.7).numpy()
+            samples.append(Sample(**(vars(sample) | {"logprobs": np.where(sample.loss_mask, logprobs, np.nan)})))
+        groups.append(make_group(group.claim_id, samples))
+    metrics = make_backend(model, temperature=0.7, dtype=torch.float32).step_rl(groups).metrics
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["mismatch/logprob_abs_max"] < 1e-5
+    assert metrics["policy/clip_fraction"] == 0
+
+
+def test_recomputed_old_logprobs_are_those_before_the_first_update(model: Path) -> None:
+    """Two updates: the second one's ratio is taken against the start of the step, so it has moved away from 1 by then."""
+    options = {"algorithm": {"old_logprobs": "recompute"}, "trainer": {"optimizer_steps_per_batch": 2, "lr": 1e-2}}
+    groups = mixed_groups()
+    backend = make_backend(model, **options)
+    samples = [s for g in groups[2:] for s in g.samples]
+    start = backend.logprobs(samples)
+    only_first = make_backend(model, algorithm={"old_logprobs": "recompute"}, trainer={"lr": 1e-2})
+    only_first.step_rl(groups[:2])
+    moved = only_first.logprobs(samples)
+    ratios = [np.exp(np.array(m) - np.array(s))[sample.loss_mask] for m, s, sample in zip(moved, start, samples, strict=True)]
+    first_tokens = sum(int(s.loss_mask.sum()) for g in groups[:2] for s in g.samples)
+    second = np.concatenate(ratios)
+    expected = (first_tokens * 1.0 + second.sum()) / (first_tokens + len(second))
+    metrics = backend.step_rl(groups).metrics
+    assert abs(expected - 1) > 1e-4
+    assert metrics["policy/ratio_mean"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_reference_stays_where_the_policy_began(model: Path) -> None:
+    backend = make_backend(model, algorithm={"kl_coef": 0.1})
+    samples = [s for g in mixed_groups() for s in g.samples]
+    start = backend.logprobs(samples)
+    first, second = backend.step_rl(mixed_groups()).metrics, backend.step_rl(mixed_groups()).metrics
+    assert first["policy/kl"] == pytest.approx(0, abs=1e-12)
+    assert second["policy/kl"] > 1e-6
+    assert backend.logprobs(samples, reference=True) == start
+
+
+def test_training_on_kl_alone_brings_the_policy_back(model: Path) -> None:
+    """Rewards all equal: only the KL to the reference is left, and it must fall."""
+    backend = make_backend(model, algorithm={"kl_coef": 1.0, "old_logprobs": "recompute"}, trainer={"lr": 3e-3})
+    with torch.no_grad():
+        for parameter in backend.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0), dtype=parameter.dtype))
+    groups = [make_group(0, [make_sample(0, i, 3, 12, reward=1.0) for i in range(8)])]
+    kl = [backend.step_rl(groups).metrics["policy/kl"] for _ in range(8)]
+    assert kl[-1] < 0.5 * kl[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bfloat16_computes_in_bfloat16_on_float32_masters(model: Path, two: Pool, world: int) -> None:
+    """Log-probs are near those of float32 but not they; masters move by less than bfloat16 could hold."""
+    found = bfloat16_step(0, 1, model, mixed_groups()) if world == 1 else two.run(bfloat16_step, model, mixed_groups())[0]
+    exact = make_backend(model, dtype=torch.float32).logprobs(list(mixed_groups()[0].samples))
+    difference = np.concatenate([np.abs(np.array(a) - np.array(b)) for a, b in zip(found["logprobs"], exact, strict=True)])
+    assert 1e-6 < difference.max() < 0.1
+    assert found["master"] == "torch.float32"
+    assert found["export"] == {"bfloat16"}
+    assert 0 < found["moved"] < 1e-4
+
+
+def bfloat16_step(rank: int, world: int, path: Path, groups: list[Group]) -> dict[str, Any]:
+    backend = make_backend(path, rank=rank, world=world, model={"dtype": "bfloat16"}, dtype=torch.float32, trainer={"lr": 1e-5})
+    logprobs = backend.logprobs(list(groups[0].samples))
+    parameter = dict(backend.model.named_parameters())["model.norm.weight"]
+    before = parameter.full_tensor().clone()
+    backend.step_rl(groups)
+    moved = float((parameter.full_tensor() - before).abs().max())
+    return {"logprobs": logprobs, "master": str(parameter.dtype), "export": {s.dtype for s in backend.weight_specs()}, "moved": moved}
+
+
+def test_weights_reach_rank_0_once_and_whole(model: Path, two: Pool) -> None:
+    expected = {n: p.detach().numpy() for n, p in plain_model(model, torch.float32).named_parameters()}
+    first, second = two.run(exported_weights, model)
+    assert "lm_head.weight" not in first
+    assert all(np.array_equal(first[n], expected[n]) for n in expected)
+    assert first.keys() == expected.keys() == second.keys()
+    assert all(tensor.size == 0 for tensor in second.values())
+
+
+def exported_weights(rank: int, world: int, path: Path) -> dict[str, Any]:
+    return weights(make_backend(path, rank=rank, world=world, dtype=torch.float32))
+
+
+def test_an_export_is_an_ordinary_directory_with_equal_logits(model: Path, two: Pool, tmp_path: Path) -> None:
+    scores = two.run(step_and_export, model, mixed_groups(), tmp_path / "export")[0]
+    plain = plain_model(tmp_path / "export", torch.float32)
+    assert plain.config.architectures == ["Qwen3ForCausalLM"]
+    with torch.no_grad():
+        expected = [plain_logprobs(plain, s).tolist() for s in mixed_groups()[0].samples]
+    for one, other in zip(scores, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-6)
+
+
+def step_and_export(rank: int, world: int, path: Path, groups: list[Group], folder: Path) -> list[list[float]]:
+    backend = make_backend(path, rank=rank, world=world, dtype=torch.float32)
+    backend.step_rl(groups)
+    backend.export(folder)
+    return backend.logprobs(list(groups[0].samples))
+
+
+def test_what_a_step_holds_does_not_grow_with_tokens_times_vocabulary(tmp_path: Path) -> None:
+    """Bytes that autograd saves between forward and backward, parameters left out, for two vocabularies."""
+    held = {}
+    for vocabulary in (60, 6000):
+        alphabet = "".join(chr(0x4E00 + i) for i in range(vocabulary - 9))
+        path = make_tiny_model(tmp_path / str(vocabulary), alphabet=alphabet, hidden=16, heads=2, kv_heads=1, context=512)
+        held[vocabulary] = _saved_bytes(path)
+    tokens = 4 * 200
+    assert held[6000] - held[60] < 0.01 * tokens * 6000 * 4
+
+
+def _saved_bytes(path: Path) -> int:
+    backend = make_backend(path, dtype=torch.float32, trainer={"logprob_chunk": 32})
+    samples = [make_sample(0, i, 4, 200, reward=float(i)) for i in range(4)]
+    held: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        backend.step_rl([make_group(0, samples)])
+    return sum(held.values())
+
+
+def state_of(backend: Any) -> dict[str, Any]:
+    return {name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone().numpy() for name, tensor in backend._state().items()}
+
+
+def train_and_save(rank: int, world: int, path: Path, groups: list[Group], folder: Path, before: int, after: int) -> tuple[Any, list[Any], list[float]]:
+    """`before` steps, a checkpoint, `after` steps: final state, metrics after the checkpoint, and draws of the random generators."""
+    backend = make_backend(path, rank=rank, world=world, dtype=torch.float32, trainer=_RESUMED, total_steps=6)
+    for _ in range(before):
+        backend.step_rl(groups)
+    backend.save(folder, {"cursor": 7})
+    metrics = [backend.step_rl(groups).metrics for _ in range(after)]
+    draws = _draw()
+    backend.wait_saved()
+    return state_of(backend), metrics, draws
+
+
+def load_and_train(rank: int, world: int, path: Path, groups: list[Group], folder: Path, after: int) -> tuple[Any, list[Any], list[float], Any]:
+    backend = make_backend(path, rank=rank, world=world, dtype=torch.float32, trainer=_RESUMED, total_steps=6)
+    backend.logprobs(list(groups[0].samples))
+    _draw()
+    extra = backend.load(folder)
+    metrics = [backend.step_rl(groups).metrics for _ in range(after)]
+    return state_of(backend), metrics, _draw(), extra
+
+
+def _draw() -> list[float]:
+    import random
+
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+_RESUMED = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 2, "clip_norm": 1.0, "weight_decay": 0.1, "max_tokens_per_microbatch": 24}
+
+
+@pytest.mark.parametrize(("world", "before"), [(1, 0), (1, 1), (1, 3), (2, 2)])
+def test_a_resumed_run_equals_the_one_that_went_on(model: Path, two: Pool, tmp_path: Path, world: int, before: int) -> None:
+    arguments = (model, mixed_groups(), tmp_path / "step_00000001")
+    if world == 1:
+        state, metrics, draws = train_and_save(0, 1, *arguments, before, 2)
+        resumed, again, drawn, extra = load_and_train(0, 1, *arguments, 2)
+    else:
+        results = two.run(train_and_save, *arguments, before, 2)
+        others = two.run(load_and_train, *arguments, 2)
+        assert [r[2] for r in results] == [o[2] for o in others]
+        (state, metrics, draws), (resumed, again, drawn, extra) = results[0], others[0]
+    assert extra == {"cursor": 7}
+    assert again == metrics
+    assert drawn == draws
+    assert state.keys() == resumed.keys()
+    assert all(np.array_equal(state[n], resumed[n]) for n in state)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
+def test_a_checkpoint_loads_at_another_number_of_ranks(model: Path, two: Pool, tmp_path: Path, saved: int, loaded: int) -> None:
+    arguments = (model, mixed_groups(), tmp_path / "step_00000001")
+    state = train_and_save(0, 1, *arguments, 2, 0)[0] if saved == 1 else two.run(train_and_save, *arguments, 2, 0)[0][0]
+    found = load_and_train(0, 1, *arguments, 0)[0] if loaded == 1 else two.run(load_and_train, *arguments, 0)[0][0]
+    assert all(np.array_equal(state[n], found[n]) for n in state)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("max_tokens", [1, 60, 8192])
+def test_gradients_on_four_ranks_with_every_split(model: Path, four: Pool, expected_gradients: dict[str, Any], max_tokens: int) -> None:
+    options = {"trainer": {"max_tokens_per_microbatch": max_tokens, "activation_checkpointing": True}}
+    assert relative_difference(four.run(rl_gradients, model, mixed_groups(), options)[0], expected_gradients) < EXACT

@@ -1,0 +1,145 @@
+"""Batches, backends and an oracle for the trainer's tests. The oracle uses plain transformers on one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from algorithms.config import AlgorithmConfig
+from miles.core.model.config import ModelConfig
+from miles.data.types import Group, Prompt, Sample, Status
+from trainer.config import TrainerConfig
+from trainer.fsdp.backend import FSDPBackend
+
+VOCABULARY = 50
+
+
+def make_sample(group: int, index: int, prompt: int, response: int, *, reward: float | None = None, masked: Sequence[int] = (), seed: int = 0) -> Sample:
+    """Random tokens; places of the response in `masked` are not trained and have NaN as the engine's log-prob."""
+    random = np.random.default_rng([seed, group, index])
+    mask = np.ones(response, np.bool_)
+    mask[list(masked)] = False
+    logprobs = random.uniform(-5.0, -3.0, response).astype(np.float32)
+    logprobs[~mask] = np.nan
+    return Sample(
+        sample_id=f"{group}/{index}",
+        group_id=str(group),
+        tokens=random.integers(0, VOCABULARY, prompt + response),
+        prompt_length=prompt,
+        loss_mask=mask,
+        logprobs=logprobs,
+        weight_versions=np.where(mask, 0, -1),
+        status=Status.COMPLETED,
+        reward=reward,
+    )
+
+
+def make_group(claim: int, samples: Sequence[Sample]) -> Group:
+    return Group(claim_id=claim, prompt=Prompt(prompt_id=claim, tokens=samples[0].tokens[:1], text="", columns={}), samples=tuple(samples))
+
+
+def mixed_groups() -> list[Group]:
+    """Four groups of three: uneven lengths, a one-token answer, masked tool tokens with NaN, an all-masked sample, equal rewards."""
+    shapes = [
+        [(3, 9, 1.0, ()), (3, 1, 0.0, ()), (3, 14, 0.5, (2, 3, 4))],
+        [(5, 7, 0.0, ()), (5, 4, 1.0, (0, 1, 2, 3)), (5, 11, 1.0, ())],
+        [(2, 6, 1.0, ()), (2, 5, 1.0, ()), (2, 8, 1.0, ())],
+        [(8, 3, 0.25, (1,)), (8, 12, 0.75, ()), (8, 2, 0.0, ())],
+    ]
+    return [make_group(g, [make_sample(g, i, p, r, reward=reward, masked=m) for i, (p, r, reward, m) in enumerate(rows)]) for g, rows in enumerate(shapes)]
+
+
+def make_backend(
+    path: Path,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    model: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    algorithm: dict[str, Any] | None = None,
+    temperature: float = 1.0,
+    total_steps: int = 10,
+    dtype: torch.dtype = torch.float64,
+) -> FSDPBackend:
+    """A backend that never clips, in float64 unless told otherwise."""
+    if dtype == torch.float64:
+        # transformers computes norms in float32, a floor of 1e-7 that would hide what these tests look for.
+        Qwen3RMSNorm.forward = _exact_norm  # type: ignore[method-assign]
+    else:
+        Qwen3RMSNorm.forward = _NORM  # type: ignore[method-assign]
+    return FSDPBackend(
+        ModelConfig(path=str(path), **(model or {})),
+        TrainerConfig(**({"lr": 1e-3, "clip_norm": float("inf")} | (trainer or {}))),
+        AlgorithmConfig(**(algorithm or {})),
+        temperature=temperature,
+        max_new_tokens=16,
+        seed=0,
+        total_steps=total_steps,
+        rank=rank,
+        world=world,
+        master_dtype=dtype,
+    )
+
+
+def gradients(backend: FSDPBackend) -> dict[str, NDArray[np.float64]]:
+    """The gradient of the first optimizer step, read off AdamW's first moment: m = (1 - beta1) g."""
+    found = {}
+    for name, tensor in backend._optimizer.tensors().items():
+        if name.endswith(".exp_avg"):
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found[name.removeprefix("optimizer.").removesuffix(".exp_avg")] = full.double().numpy().copy() / (1 - 0.9)
+    return found
+
+
+def weights(backend: FSDPBackend) -> dict[str, NDArray[Any]]:
+    return {name: tensor.clone().numpy() for name, tensor in backend.weight_tensors([s.name for s in backend.weight_specs()])}
+
+
+def plain_model(path: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """The oracle's model: transformers' own attention (eager would compute its softmax in float32), one unpadded sequence at a time."""
+    Qwen3RMSNorm.forward = _exact_norm if dtype == torch.float64 else _NORM  # type: ignore[method-assign]
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def plain_logprobs(model: Any, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs [R] of the response, from the whole logits of this sequence alone."""
+    tokens = torch.from_numpy(sample.tokens)
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].to(model.dtype) / temperature
+    return torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[sample.prompt_length - 1 :, 0]
+
+
+def plain_gradients(path: Path, groups: Sequence[Group], *, clip_low: float = 0.2, clip_high: float = 0.28) -> dict[str, NDArray[np.float64]]:
+    """Gradient of GRPO's clipped token-mean loss, written out sample by sample."""
+    model = plain_model(path)
+    tokens = sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
+    for group in groups:
+        rewards = np.array([s.reward for s in group.samples], np.float64)
+        spread = rewards.std(ddof=1)
+        for sample, reward in zip(group.samples, rewards, strict=True):
+            advantage = 0.0 if spread == 0 else float((reward - rewards.mean()) / spread)
+            mask = torch.from_numpy(sample.loss_mask)
+            new = plain_logprobs(model, sample)[mask]
+            ratio = (new - torch.from_numpy(sample.logprobs).double()[mask]).exp()
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+            (-surrogate.sum() / tokens).backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def relative_difference(found: dict[str, NDArray[Any]], expected: dict[str, NDArray[Any]]) -> float:
+    """The largest difference of any entry, over the largest entry of its tensor."""
+    assert found.keys() == expected.keys()
+    return max(float(np.abs(found[n] - expected[n]).max() / np.abs(expected[n]).max()) for n in expected)
+
+
+def _exact_norm(self: Qwen3RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
+    return self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+_NORM = Qwen3RMSNorm.forward
