@@ -80,30 +80,36 @@ def _prepare_process() -> None:
 
 
 def _rl(arguments: list[str]) -> int:
+    from miles.run import preflight
     from miles.run.recipe import RLRecipe
 
     options = _parse(_run_parser("rl", "Reinforcement learning on prompts with rewards.", RLRecipe), arguments)
     recipe = load(RLRecipe, options.recipe, options.overrides)
+    preflight.check_rl(recipe, resume=options.resume)  # also part of `run`; here it answers before the seconds that torch and Ray take to import
     from miles.run.rl import run
 
     return run(recipe, resume=options.resume)
 
 
 def _sft(arguments: list[str]) -> int:
+    from miles.run import preflight
     from miles.run.recipe import SFTRecipe
 
     options = _parse(_run_parser("sft", "Supervised fine-tuning on conversations.", SFTRecipe), arguments)
     recipe = load(SFTRecipe, options.recipe, options.overrides)
+    preflight.check_sft(recipe, resume=options.resume)  # also part of `run`; here it answers before the seconds that torch and Ray take to import
     from miles.run.sft import run
 
     return run(recipe, resume=options.resume)
 
 
 def _evaluate(arguments: list[str]) -> int:
+    from miles.run import preflight
     from miles.run.recipe import EvaluateRecipe
 
     options = _parse(_run_parser("evaluate", "pass@k of a model on prompts with rewards.", EvaluateRecipe, resume=False), arguments)
     recipe = load(EvaluateRecipe, options.recipe, options.overrides)
+    preflight.check_evaluate(recipe)  # also part of `run`; here it answers before the seconds that torch and Ray take to import
     from miles.run.evaluate import run
 
     for name, value in run(recipe).metrics.items():

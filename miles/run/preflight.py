@@ -157,7 +157,7 @@ def _check_shared_memory(cluster: ClusterConfig, bucket_mb: float) -> None:
     need = cluster.object_store_mb + 2 * bucket_mb
     if free is not None and need * MIB > free:
         raise ConfigError(
-            f"/dev/shm has {free // MIB} MiB free, but the run needs {need:g} MiB: "
+            f"/dev/shm has {free // MIB} MiB free, but the run needs {need:.0f} MiB: "
             f"cluster.object_store_mb {cluster.object_store_mb} + 2 buckets x {bucket_mb:g}. "
             "Give it more (a container: --shm-size=1g), or lower cluster.object_store_mb (at least 80) and weight_sync.bucket_mb"
         )

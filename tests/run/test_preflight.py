@@ -1,0 +1,131 @@
+"""What would stop a run is said before anything starts, with the value and what to change."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from miles.config import ConfigError, Resolved, load
+from miles.run import footprint, machine, preflight
+from miles.run.recipe import RLRecipe, SFTRecipe
+
+
+@pytest.fixture
+def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`recipe("a.b=c")`: a recipe that passes every check, changed by overrides."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "a"}\n', encoding="utf-8")
+
+    def make(*overrides: str) -> Resolved[RLRecipe]:
+        return load(RLRecipe, None, [f"model.path={tiny_model}", 'data.paths=["train.jsonl@[0:1]"]', *overrides])
+
+    return make
+
+
+def refused(resolved: Resolved[RLRecipe], *, resume: bool = False) -> str:
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_rl(resolved, resume=resume)
+    return str(caught.value)
+
+
+def test_a_sound_recipe_passes(recipe):
+    preflight.check_rl(recipe())
+
+
+def test_a_run_folder_that_is_not_empty_is_refused(recipe):
+    Path("old").mkdir()
+    Path("old/metrics.jsonl").touch()
+    assert "run.folder = 'old' is not empty (it holds metrics.jsonl)" in refused(recipe("run.folder=old"))
+
+
+def test_the_same_folder_is_taken_on_resume(recipe):
+    Path("old").mkdir()
+    Path("old/metrics.jsonl").touch()
+    preflight.check_rl(recipe("run.folder=old"), resume=True)
+
+
+def test_resume_without_a_run_is_refused(recipe):
+    assert "run.folder = 'none' holds no run to go on with" in refused(recipe("run.folder=none"), resume=True)
+
+
+def test_a_model_path_that_is_no_folder_is_refused(recipe):
+    assert "model.path = './no/model' is no folder" in refused(recipe("model.path=./no/model"))
+
+
+def test_a_home_folder_that_was_not_expanded_is_explained(recipe):
+    assert "'~' is not expanded" in refused(recipe("model.path=~/model"))
+
+
+def test_no_data_is_refused(recipe):
+    assert "data.paths is empty" in refused(recipe("data.paths=[]"))
+
+
+def test_a_misspelt_data_file_names_the_nearest(recipe):
+    assert "'trian.jsonl' is no file; did you mean 'train.jsonl'?" in refused(recipe('data.paths=["trian.jsonl"]'))
+
+
+def test_evaluation_data_is_checked_only_when_it_will_be_used(recipe):
+    preflight.check_rl(recipe('evaluate.data.paths=["none.jsonl"]'))
+    assert "evaluate.data.paths: 'none.jsonl' is no file" in refused(recipe('evaluate.data.paths=["none.jsonl"]', "evaluate.every=5"))
+
+
+def test_a_misspelt_reward_names_the_nearest(recipe):
+    assert "unknown name 'exact_mach'; did you mean 'exact_match'?" in refused(recipe('reward.functions=[{name="exact_mach"}]'))
+
+
+def test_a_reward_whose_module_is_missing_is_refused(recipe):
+    assert "there is no module 'my_rewards_are_nowhere'" in refused(recipe('reward.functions=[{name="my_rewards_are_nowhere:score"}]'))
+
+
+def test_a_stale_ray_address_is_refused(recipe, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert f"RAY_ADDRESS = '{address}', but nothing answers there" in refused(recipe())
+
+
+def test_a_cluster_address_that_does_not_answer_is_refused(recipe):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    assert f"cluster.address = '{address}', but nothing answers there" in refused(recipe(f"cluster.address={address}"))
+
+
+def test_more_cpus_than_there_are_shows_the_arithmetic(recipe):
+    message = refused(recipe("trainer.ranks=300", "trainer.threads=2", "rollout.engines=3"))
+    assert "3 engines x 1 threads + 300 trainer ranks x 2 threads = 603 CPUs" in message
+    assert "cluster.cpus=603" in message
+
+
+def test_more_memory_than_there_is_shows_the_arithmetic(recipe):
+    message = refused(recipe("trainer.ranks=100000", "cluster.cpus=200000"))
+    assert "100000 trainer ranks x 450 = 45000000" in message
+    assert "MiB are free" in message
+
+
+def test_more_shared_memory_than_there_is_shows_the_arithmetic(recipe):
+    assert machine.free_shared_memory() is not None
+    message = refused(recipe("cluster.object_store_mb=100000000"))
+    assert "cluster.object_store_mb 100000000 + 2 buckets x 64" in message
+
+
+def test_wandb_online_without_a_key_is_refused(recipe, monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    assert "tracking.wandb = 'online', but there is no key" in refused(recipe("tracking.wandb=online"))
+
+
+def test_sft_checks_its_own_data(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"data\.paths: 'none\.jsonl' is no file"):
+        preflight.check_sft(load(SFTRecipe, None, [f"model.path={tiny_model}", 'data.paths=["none.jsonl"]']))
+
+
+def test_parameters_are_counted_from_the_files(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert footprint.parameters(tiny_model) == sum(p.numel() for p in model.parameters())
