@@ -20,9 +20,6 @@ class AlgorithmConfig(Section):
     part_weights: dict[str, float] = Field(
         default_factory=dict, description="gdpo: the weight of each reward function's own advantage, by its name; 1 where it is not named"
     )
-    overlong: tuple[int, int] | None = Field(
-        None, description="[from, to] in trained tokens: the reward falls from 0 to -1 between these lengths (DAPO's soft overlong punishment)"
-    )
     loss: str = Field("ppo_clip", description="policy loss by name, or a function of yours as module:function")
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = Field(
         "token_mean", description="token_mean is DAPO, sequence_mean is GRPO's paper, sequence_sum_constant is Dr.GRPO"
@@ -69,6 +66,4 @@ class AlgorithmConfig(Section):
             )
         if self.correction_low > self.correction_high:
             raise ValueError(f"algorithm.correction_low = {self.correction_low} is above correction_high = {self.correction_high}")
-        if self.overlong is not None and not 0 <= self.overlong[0] < self.overlong[1]:
-            raise ValueError(f"algorithm.overlong = {list(self.overlong)}: give [from, to] with 0 <= from < to, for example [768, 1024]")
         return self

@@ -25,7 +25,6 @@ from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Advantage, AdvantageFn, Counts, LossFn, LossOutput, Objective, Rewards, TokenLoss, Tokens, masked
 from algorithms.corrections import corrected
 from algorithms.kl import estimate, kl_loss
-from algorithms.overlong import with_overlong_penalty
 from algorithms.ratio import as_float
 from miles.config import nearest
 
@@ -66,8 +65,6 @@ def advantage(config: AlgorithmConfig) -> AdvantageFn:
     estimator = _find("algorithm.advantages", config.advantages, advantage_names(), _ADVANTAGES)
 
     def bound(rewards: Rewards) -> Tensor:
-        if config.overlong is not None:
-            rewards = with_overlong_penalty(rewards, config.overlong)
         advantages_S = estimator(rewards, config)
         _check_shape(config.advantages, "advantages", advantages_S, rewards.reward_S)
         return advantages_S

@@ -192,10 +192,3 @@ def test_a_group_of_one_teaches_a_group_relative_estimator_nothing(name) -> None
 def test_no_sequences_give_no_advantages(name) -> None:
     empty = Rewards(reward_S=torch.zeros(0), group_S=torch.zeros(0, dtype=torch.int64), length_S=torch.zeros(0, dtype=torch.int64), parts={"a": torch.zeros(0)})
     assert compute(name, empty).shape == (0,)
-
-
-@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (768, 0.0), (896, -0.5), (1024, -1.0), (5000, -1.0)])
-def test_overlong_penalty_by_hand(length, penalty) -> None:
-    rewards = rewards_of([[1.0, 1.0]], lengths=[10, length])
-    got = compute("rloo", rewards, overlong=(768, 1024))
-    np.testing.assert_allclose(got, [-penalty, penalty], atol=1e-15)
