@@ -21,6 +21,7 @@ from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, Shared
 
 HEALTH_DEADLINE_S = 10.0
 ABORT_INTERVAL_S = 0.02
+ABORT_GRACE_S = 2.0
 
 
 class SGLangEngine:
@@ -115,18 +116,18 @@ class SGLangEngine:
             self._resumed = None
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`. While paused by `retract`, a request ends with the tokens the server has handed over, which may be
-        fewer than it made (they are then sampled again); paused `in_place`, it ends at `resume`."""
-        if request_ids is None and self._pause_mode is None:
-            started = set(self._in_flight)
-            await self._abort_until(lambda: not started & self._in_flight.keys())
-        elif request_ids is None:
-            await self._call("/abort_request", {"abort_all": True})
-        else:
-            await asyncio.sleep(ABORT_INTERVAL_S)  # a request that was posted just now must have reached the scheduler
-            wanted = set(request_ids)
-            for server_id in [s for s, r in self._in_flight.items() if r in wanted]:
-                await self._call("/abort_request", {"rid": server_id})
+        """See `Engine.abort`. Returns when they ended; with others of their `generate` call still running, after `ABORT_GRACE_S`.
+
+        While paused by `retract`, a request ends with the tokens the server has handed over, which may be fewer than it made (they
+        are then sampled again); paused `in_place`, it ends at `resume`.
+        """
+        wanted = None if request_ids is None else set(request_ids)
+        ids = {server_id for server_id, request_id in self._in_flight.items() if wanted is None or request_id in wanted}
+        if self._pause_mode is not None:
+            await self._abort_once(ids)
+            return
+        deadline = time.monotonic() + ABORT_GRACE_S
+        await self._abort_until(lambda: not ids & self._in_flight.keys() or time.monotonic() > deadline, ids)
 
     async def sleep(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Ends running requests, then asks the server to release memory. On CPU SGLang answers and releases nothing."""
@@ -210,11 +211,17 @@ class SGLangEngine:
     async def _call(self, path: str, body: dict[str, Any]) -> Any:
         return await asyncio.to_thread(self._server.call, path, body)
 
-    async def _abort_until(self, done: Callable[[], bool]) -> None:
+    async def _abort_until(self, done: Callable[[], bool], ids: set[str] | None = None) -> None:
         """Again and again, since a request that was posted just now may reach the scheduler after the call to abort it."""
         while not done():
-            await self._call("/abort_request", {"abort_all": True})
+            await self._abort_once(ids)
             await asyncio.sleep(ABORT_INTERVAL_S)
+
+    async def _abort_once(self, ids: set[str] | None) -> None:
+        if ids is None or ids == self._in_flight.keys():
+            await self._call("/abort_request", {"abort_all": True})
+        else:
+            await asyncio.gather(*(self._call("/abort_request", {"rid": server_id}) for server_id in ids))
 
     def _enter(self, requests: Sequence[Request], server_ids: Sequence[str]) -> None:
         if not self._in_flight:

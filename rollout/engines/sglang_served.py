@@ -26,7 +26,7 @@ def check_served(answer: Mapping[str, Any], tensors: Mapping[str, torch.Tensor],
         WeightSyncError: a checksum differs; the server does not hold what was sent.
     """
     compared = 0
-    for name, checksum in answer["payload"][0]["checksums"].items():
+    for name, checksum in answer["ranks"][0]["checksums"].items():
         parts = _parts(name, tensors)
         if not parts:
             continue

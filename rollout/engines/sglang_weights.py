@@ -52,6 +52,7 @@ class SGLangWeights:
         self._manifest: Manifest | None = None
         self._incoming: Stored = []
         self._session = False
+        self._updates = 0
         # A driver that gives up does not stop the thread that still receives for it: that thread ends before an abort begins.
         self._lock = threading.Lock()
 
@@ -84,6 +85,7 @@ class SGLangWeights:
         """The server is paused by now."""
         self._manifest = manifest
         self._incoming = []
+        self._updates += 1
         self._begin_session()
 
     def receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
@@ -143,7 +145,7 @@ class SGLangWeights:
     def _receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
         if self._manifest is None or bucket not in self._manifest.buckets:
             raise WeightSyncError(f"{self._server.name}: bucket {bucket.index} is not part of the update that was begun")
-        path = self._folder() / f"v{self._manifest.version}-{bucket.index}"
+        path = self._folder() / f"weights-{self._updates}-{bucket.index}"
         if isinstance(payload, SharedMemory):
             read_bucket(bucket, payload)  # refuses a file that is not there or too short
             _link(Path(payload.path), path)
