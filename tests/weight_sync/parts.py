@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -69,11 +70,16 @@ def die_at_tensor(backend: FSDPBackend, rank: int, dying_rank: int, nth: int) ->
     backend.weight_tensors = dying  # type: ignore[method-assign]
 
 
+def limit_file_size(backend: FSDPBackend, rank: int, size: int) -> None:
+    """No file of this process may grow beyond `size` bytes: to it, every file system is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
 def sha(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-class Receiver:
+class Engine:
     """The smallest engine: stages buckets beside a model and swaps on commit."""
 
     def __init__(self, model_path: str, dtype: str) -> None:

@@ -36,6 +36,7 @@ class BroadcastTransport:
         self._engine_ids: tuple[int, ...] = ()
         self._group: str | None = None
         self._in_flight: asyncio.Task[list[Any]] | None = None
+        self._received: dict[int, int] = {}  # buckets by engine, to say who is late
 
     async def setup(self, engine_ids: Sequence[int]) -> None:
         if self._group is not None and self._engine_ids == tuple(engine_ids):
@@ -54,10 +55,13 @@ class BroadcastTransport:
 
     async def send(self, manifest: Manifest, digests: bool) -> dict[str, str]:
         assert self._group is not None
-        results = await self._together(
-            send_buckets, (self._group, manifest.buckets, digests), [self._receive_all(engine_id, manifest) for engine_id in self._engine_ids]
-        )
-        return results[0]
+        self._received = dict.fromkeys(self._engine_ids, 0)
+        receivers = [self._receive_all(engine_id, manifest) for engine_id in self._engine_ids]
+        try:
+            return (await self._together(send_buckets, (self._group, manifest.buckets, digests), receivers))[0]
+        except WeightSyncError as error:
+            last = min(self._received, key=lambda engine_id: self._received[engine_id])
+            raise WeightSyncError(f"{error}; furthest behind was engine {last} with {self._received[last]} of {len(manifest.buckets)} buckets") from error
 
     async def close(self) -> None:
         if self._in_flight is not None:
@@ -72,6 +76,7 @@ class BroadcastTransport:
     async def _receive_all(self, engine_id: int, manifest: Manifest) -> None:
         for bucket in manifest.buckets:
             await call_one(self._engines, engine_id, self._timeout_s, "weights_receive", bucket, FromGroup())
+            self._received[engine_id] += 1
 
     async def _together(self, fn: Any, args: tuple[Any, ...], engine_side: list[Any]) -> list[Any]:
         """Run `fn` on the ranks beside the engines' side; raises as soon as one fails, leaving the trainer's call to `close`."""
@@ -121,13 +126,14 @@ def send_buckets(backend: WeightSource, rank: int, name: str, buckets: tuple[Buc
                 started = bucket, _groups[name].start(bucket, flat)
         if started is not None:
             _groups[name].finish(*started)
-    except WeightSyncError:
+    except BaseException as error:
         # Engines that still wait to receive are freed by this; their own leaving cannot free them.
         leave(backend, rank, name)
+        if isinstance(error, WeightSyncError):
+            # Gathering itself works, and the other ranks are in the midst of it.
+            for bucket in remaining:
+                skip_bucket(backend, bucket)
         raise
-    finally:
-        for bucket in remaining:
-            skip_bucket(backend, bucket)
     return found
 
 
