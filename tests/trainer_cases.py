@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,22 @@ def relative_difference(found: dict[str, NDArray[Any]], expected: dict[str, NDAr
     """The largest difference of any entry, over the largest entry of its tensor."""
     assert found.keys() == expected.keys()
     return max(float(np.abs(found[n] - expected[n]).max() / np.abs(expected[n]).max()) for n in expected)
+
+
+def environment_of(backend: Any, rank: int) -> tuple[int, str, str, int]:
+    return rank, os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+
+
+def raise_on_rank_1(backend: Any, rank: int) -> float:
+    if rank == 1:
+        return 1 / 0
+    return sum(float(np.sum(t.numpy())) for _, t in backend.weight_tensors([s.name for s in backend.weight_specs()]))
+
+
+def kill_rank_1(backend: Any, rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    list(backend.weight_tensors([s.name for s in backend.weight_specs()]))
 
 
 def _exact_norm(self: Qwen3RMSNorm, hidden: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,7 @@ class TrainerGroup:
         strategies = list(places) if places is not None else ["DEFAULT"] * world
         if len(strategies) != world:
             raise ValueError(f"trainer.ranks = {world}, but {len(strategies)} places were given")
-        self._ranks = [
+        self._ranks: list[Any] = [
             ray.remote(TrainerRank)
             .options(
                 num_cpus=trainer.threads,
@@ -120,6 +120,7 @@ class TrainerGroup:
             for rank, strategy in enumerate(strategies)
         ]
         self.addresses: list[str] = []
+        self._failed = False
 
     async def start(self) -> None:
         """Build the backend on every rank."""
@@ -154,9 +155,11 @@ class TrainerGroup:
         return await self._all([rank.run.remote(fn, *args) for rank in self._ranks])
 
     async def close(self) -> None:
-        """Let a checkpoint that is being written end, then end the processes. Idempotent; never raises for a rank that is dead."""
+        """Let a checkpoint that is being written end, then end the processes. Idempotent; never raises for a rank that is dead.
+
+        After a failure the ranks may wait for each other in a collective, so they are ended at once."""
         ranks, self._ranks = self._ranks, []
-        if self.addresses and ranks:
+        if self.addresses and ranks and not self._failed:
             await asyncio.wait([asyncio.ensure_future(_quietly(rank)) for rank in ranks], timeout=CLOSE_S)
         for rank in ranks:
             ray.kill(rank)
@@ -171,6 +174,7 @@ class TrainerGroup:
         if any(task.exception() for task in done):
             if pending:
                 await asyncio.wait(pending, timeout=GRACE_S)
+            self._failed = True
             raise _explain(waiting)
         return [task.result() for task in waiting]
 
@@ -186,7 +190,7 @@ async def _quietly(rank: Any) -> None:
         logger.warning("a trainer rank did not close in order: %s", str(error).splitlines()[0])
 
 
-def _explain(tasks: list[asyncio.Future[Any]]) -> TrainerError:
+def _explain(tasks: Sequence[asyncio.Future[Any]]) -> TrainerError:
     """The likeliest first cause: a rank that died, then one that raised something else than a broken collective."""
     failures = {rank: task.exception() for rank, task in enumerate(tasks) if task.done() and task.exception() is not None}
     rank = min(failures, key=lambda r: (_order(failures[r]), r))

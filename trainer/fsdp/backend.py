@@ -225,7 +225,7 @@ class FSDPBackend:
         if self.device.type == "cpu":
             return
         reshard(self.model)
-        self.model.to(device)
+        self.model.to(device=device)
         self._optimizer.to(device)
         if device == "cpu":
             torch.cuda.empty_cache()

@@ -20,7 +20,8 @@ def build_model(config: ModelConfig, *, master_dtype: torch.dtype, world: int, d
 
     It stays in eval mode: dropout would make the importance ratio of an on-policy token differ from 1.
     """
-    model = load_model(config.path, master_dtype, trust_remote_code=config.trust_remote_code).to(device)
+    model = load_model(config.path, master_dtype, trust_remote_code=config.trust_remote_code)
+    model.to(device=device)
     if config.true_on_policy:
         from miles.core.model.batch_invariant import make_batch_invariant
 

@@ -28,7 +28,7 @@ def load(folder: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, world:
         CheckpointError: `folder` is not complete, or its tensors are not those asked for; the first that differs is named.
     """
     manifest = read_manifest(folder)
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored: dict[str, Any] = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     _check(folder, tensors, stored)
     wanted = dict(tensors)
     same_world = manifest["world"] == world

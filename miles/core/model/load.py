@@ -23,13 +23,14 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32, *, trust_re
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (OSError, KeyError) as error:
         raise ValueError(f"model.path = {str(path)!r}: the weights cannot be read: {error}") from error
     except ValueError as error:
         raise ValueError(f"model.path = {str(path)!r} is no causal language model that transformers knows: {error}") from error
+    model, info = loaded
     for kind in ("missing", "unexpected", "mismatched"):
         # A mismatch is (name, shape there, shape here). It is let through until here, where it is refused by name.
         names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"])
