@@ -26,7 +26,7 @@ from algorithms.contracts import Advantage, AdvantageFn, Counts, LossFn, LossOut
 from algorithms.corrections import corrected
 from algorithms.kl import estimate, kl_loss
 from algorithms.ratio import as_float
-from miles.config import nearest
+from miles.config import ConfigError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,7 +60,7 @@ def advantage(config: AlgorithmConfig) -> AdvantageFn:
     """The estimator of `config`: `Rewards` -> advantages float [S].
 
     Raises:
-        ValueError: `config.advantages` is neither a name nor an importable function of (rewards, config).
+        ConfigError: `config.advantages` is neither a name nor an importable function of (rewards, config).
     """
     estimator = _find("algorithm.advantages", config.advantages, advantage_names(), _ADVANTAGES)
 
@@ -79,7 +79,7 @@ def loss(config: AlgorithmConfig) -> LossFn:
     policy/ratio_mean, policy/clip_fraction, and policy/entropy and policy/kl where the inputs for them are given.
 
     Raises:
-        ValueError: `config.loss` is neither a name nor an importable function of (tokens, config).
+        ConfigError: `config.loss` is neither a name nor an importable function of (tokens, config).
     """
     objective = _find("algorithm.loss", config.loss, loss_names(), _LOSSES)
 
@@ -168,7 +168,7 @@ def _find(option: str, name: str, names: list[str], table: dict[str, Any]) -> An
     if ":" in name:
         return _import_function(option, name)
     if name not in table:
-        raise ValueError(f"{option} = {name!r} is not known{nearest(name, names)} (a function of yours is given as module:function)")
+        raise ConfigError(f"{option} = {name!r} is not known{nearest(name, names)} (a function of yours is given as module:function)")
     return table[name]
 
 
@@ -177,13 +177,13 @@ def _import_function(option: str, path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{option} = {path!r}: there is no module {error.name!r}; is its folder on PYTHONPATH?") from error
+        raise ConfigError(f"{option} = {path!r}: there is no module {error.name!r}; is its folder on PYTHONPATH?") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(f"{option} = {path!r}: {module_name} has no function {function_name!r}{nearest(function_name, functions)}")
+        raise ConfigError(f"{option} = {path!r}: {module_name} has no function {function_name!r}{nearest(function_name, functions)}")
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
-        raise ValueError(f"{option} = {path!r}: it is called with two arguments, (tokens or rewards, config), but: {error}") from error
+        raise ConfigError(f"{option} = {path!r}: it is called with two arguments, (tokens or rewards, config), but: {error}") from error
     return function
