@@ -1,0 +1,117 @@
+"""Reward functions by name or import path, checked at the start.
+
+A reward is a plain function of the sample, or a coroutine function:
+
+    def reward(sample: Sample, *, prompt: Prompt, text: str, **args) -> float
+
+`text` is the decoded response without special tokens; `prompt.columns` has the row's other columns, the answer as `answer`; `args` are
+`reward.functions[i].args` of the recipe. It returns one finite number. None, NaN, an infinite number, a string, a list, an exception
+or a passed deadline are no reward: the sample's reward is unknown (None) and the failure is counted by kind.
+
+Where it runs: a coroutine function on the event loop of the rollout (it must not block); any other function of a user in a worker
+process, which is killed and replaced when the function does not come back; built-in functions that cannot hang, in place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+from miles.config import ConfigError, nearest
+from rollout.config import RewardConfig, RewardItem
+
+Place = Literal["inline", "process", "loop"]
+
+BUILT_IN: dict[str, tuple[str, Place]] = {
+    "exact_match": ("rollout.rewards.exact_match:exact_match", "inline"),
+    "math": ("rollout.rewards.maths:equivalent", "process"),
+    "length": ("rollout.rewards.shaping:length", "inline"),
+    "format": ("rollout.rewards.shaping:matches", "process"),
+}
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A resolved `RewardItem`. `label` is its name in counters and `reward_parts`, unique in the run; `target` is module:function."""
+
+    label: str
+    target: str
+    weight: float
+    args: dict[str, Any]
+    place: Place
+    function: Callable[..., Any]
+
+
+def resolve(config: RewardConfig) -> list[RewardFunction]:
+    """Import every function of `config` and check that it takes the arguments it will get.
+
+    Raises:
+        ConfigError: an unknown name (with the nearest), a module that does not import (with its traceback), a function that is not
+            there, or one that does not take `sample`, `prompt`, `text` and the item's `args`.
+    """
+    if not config.functions:
+        raise ConfigError("reward.functions is empty: name at least one reward function")
+    names = [item.name for item in config.functions]
+    resolved = []
+    for index, item in enumerate(config.functions):
+        target, place = _target(item.name)
+        function = import_function(target)
+        if place is None:
+            place = "loop" if _is_async(function) else "process"
+        _check_arguments(item, function)
+        count = names[: index + 1].count(item.name)
+        label = item.name if count == 1 else f"{item.name}#{count}"
+        resolved.append(RewardFunction(label, target, item.weight, item.args, place, function))
+    return resolved
+
+
+def import_function(target: str) -> Callable[..., Any]:
+    """The function at `module:function`. Raises ConfigError as `resolve` does."""
+    module_name, _, name = target.partition(":")
+    module = _import(module_name, target)
+    if not hasattr(module, name):
+        functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise ConfigError(f"reward function {target!r}: the module {module_name!r} has no {name!r}{nearest(name, functions)}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ConfigError(f"reward function {target!r} is a {type(function).__name__}, not a function")
+    return function
+
+
+def _target(name: str) -> tuple[str, Place | None]:
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise ConfigError(f"unknown reward function {name!r}{nearest(name, list(BUILT_IN))}; a function of yours is named module:function")
+    return name, None
+
+
+def _import(module_name: str, target: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"reward function {target!r}: no module named {error.name!r} can be imported; put its folder on PYTHONPATH") from error
+    except Exception as error:  # a user's module may raise anything, and the recovery is to say so before the run starts
+        raise ConfigError(f"reward function {target!r}: the module {module_name!r} raised on import:\n{traceback.format_exc()}") from error
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _check_arguments(item: RewardItem, function: Callable[..., Any]) -> None:
+    call = f"reward(sample, *, prompt, text{''.join(f', {a}' for a in item.args)})"
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        raise ConfigError(f"reward function {item.name!r} is not written in Python and cannot be called as {call}") from None
+    try:
+        signature.bind(None, prompt=None, text="", **item.args)
+    except TypeError as error:
+        raise ConfigError(f"reward function {item.name!r} cannot be called as {call}: {error}; its signature is {signature}") from None

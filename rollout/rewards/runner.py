@@ -1,0 +1,141 @@
+"""Scores samples with the recipe's reward functions, counts what fails, and ends the run when a function keeps failing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from miles.data.types import Prompt, Sample
+from rollout.config import RewardConfig
+from rollout.rewards.pool import WorkerPool
+from rollout.rewards.registry import RewardFunction, resolve
+from rollout.rewards.values import Failure, RewardError, checked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Streak:
+    """Failures in a row of one function, and the last of them."""
+
+    length: int = 0
+    last: Failure | None = None
+
+
+class RewardRunner:
+    """Every sample's reward is the weighted sum of all functions, or None when one of them gave none.
+
+    Attributes:
+        counters: `scored` samples, and failures as `<function>/<kind>`, for example `math/timeout` (kinds: see `values.Failure`).
+    Raises:
+        ConfigError: a function cannot be resolved (see `registry.resolve`).
+    """
+
+    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.counters: Counter[str] = Counter()
+        self._config = config
+        self._tokenizer = tokenizer
+        self._functions = resolve(config)
+        self._streaks = {f.label: _Streak() for f in self._functions}
+        self._error: RewardError | None = None
+        self._closed = False
+        self._left_behind: set[asyncio.Task[Any]] = set()
+        in_process = [f for f in self._functions if f.place == "process"]
+        self._index = {f.label: i for i, f in enumerate(in_process)}
+        self._pool = WorkerPool(in_process, config.workers) if in_process else None
+
+    async def score(self, samples: Sequence[Sample], prompt: Prompt) -> list[Sample]:
+        """`samples` of one prompt with their rewards, in order. Samples that ended badly are not scored and keep reward None.
+
+        Raises:
+            RewardError: a function has failed `reward.max_failures` times in a row, now or before, or the runner is closed.
+        """
+        self._raise_if_over()
+        scored = await asyncio.gather(*(self._score(sample, prompt) for sample in samples))
+        self._raise_if_over()
+        return scored
+
+    def close(self) -> None:
+        """End every worker process and cancel coroutines that are still running. Idempotent."""
+        self._closed = True
+        if self._pool is not None:
+            self._pool.close()
+        for task in self._left_behind:
+            task.cancel()
+
+    async def _score(self, sample: Sample, prompt: Prompt) -> Sample:
+        if not sample.status.trainable:
+            return sample.with_reward(None)
+        text = str(self._tokenizer.decode(sample.response_tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        answers = await asyncio.gather(*(self._counted(f, sample, prompt, text) for f in self._functions))
+        parts = {f.label: answer for f, answer in zip(self._functions, answers, strict=True) if not isinstance(answer, Failure)}
+        self.counters["scored"] += 1
+        total = sum(f.weight * parts[f.label] for f in self._functions) if len(parts) == len(self._functions) else None
+        return sample.with_reward(total, parts)
+
+    async def _counted(self, function: RewardFunction, sample: Sample, prompt: Prompt, text: str) -> float | Failure:
+        if function.place == "process":
+            answer = await self._call_process(function, sample, prompt, text)
+        else:
+            answer = await self._call_here(function, sample, prompt, text)
+        if isinstance(answer, Failure):
+            if self._error is None and not self._closed:
+                self._count(function, answer, sample)
+        else:
+            self._streaks[function.label].length = 0
+        return answer
+
+    async def _call_process(self, function: RewardFunction, sample: Sample, prompt: Prompt, text: str) -> float | Failure:
+        assert self._pool is not None
+        return await self._pool.call(self._index[function.label], sample, prompt, text, self._config.timeout_s)
+
+    async def _call_here(self, function: RewardFunction, sample: Sample, prompt: Prompt, text: str) -> float | Failure:
+        try:
+            value = function.function(sample, prompt=prompt, text=text, **function.args)
+            return checked(value) if function.place == "inline" else await self._await(value)
+        except Exception:  # noqa: BLE001 - a reward may raise anything; the failure is counted and carries the traceback
+            return Failure("raised", traceback.format_exc())
+
+    async def _await(self, coroutine: Any) -> float | Failure:
+        """A coroutine's answer within the deadline. One that ignores its cancellation is left behind until `close`, not waited for."""
+        task = asyncio.ensure_future(coroutine)
+        self._left_behind.add(task)
+        task.add_done_callback(self._left_behind.discard)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._config.timeout_s)
+        finally:
+            task.cancel()
+        if not done:
+            return Failure("timeout", f"it did not come back within {self._config.timeout_s:g} s and was cancelled")
+        return Failure("raised", "it was cancelled from inside") if task.cancelled() else checked(task.result())
+
+    def _count(self, function: RewardFunction, failure: Failure, sample: Sample) -> None:
+        key = f"{function.label}/{failure.kind}"
+        self.counters[key] += 1
+        if self.counters[key] == 1:
+            logger.warning("reward function %r gave no reward for sample %s (%s): %s", function.label, sample.sample_id, failure.kind, failure.detail)
+        streak = self._streaks[function.label]
+        streak.length += 1
+        streak.last = failure
+        if streak.length >= self._config.max_failures:
+            kinds = ", ".join(f"{count} x {k}" for k, count in sorted(self.counters.items()) if k.startswith(f"{function.label}/"))
+            self._error = RewardError(
+                f"reward function {function.label!r} failed {streak.length} times in a row (reward.max_failures = {self._config.max_failures}; "
+                f"in all: {kinds}). The last one, for sample {sample.sample_id}: {failure.kind}: {failure.detail}"
+            )
+            if self._pool is not None:
+                self._pool.stop()  # or each call that waits would take a deadline more before the run can end
+
+    def _raise_if_over(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise RewardError("the rewards were closed")
