@@ -129,7 +129,8 @@ _KEY = re.compile(r"^\s*([\w.\-\"']+)\s*=")
 
 def _line_numbers(text: str) -> dict[str, int]:
     """Line of each `key =` in a TOML text. For messages only, so a key inside a multi-line string does no harm."""
-    table, lines = "", {}
+    table = ""
+    lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if match := _TABLE.match(line):
             table = match[1].replace('"', "").replace("'", "") + "."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ def connect(config: ClusterConfig) -> None:
     """Join `config.address`, or start Ray here. What several runs of one process share, they `connect` once themselves."""
     if config.address is not None:
         try:
-            ray.init(address=config.address, log_to_driver=True, logging_level="warning")
+            ray.init(address=config.address, log_to_driver=True, logging_level=logging.WARNING)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cluster.address = {config.address!r}: no Ray cluster answers there ({error}); start one with `ray start --head`") from error
         return
@@ -100,7 +101,7 @@ def connect(config: ClusterConfig) -> None:
         object_store_memory=config.object_store_mb * 2**20,
         include_dashboard=False,
         log_to_driver=True,
-        logging_level="warning",
+        logging_level=logging.WARNING,
         runtime_env={"env_vars": worker_environment(threads=1)},
     )
 

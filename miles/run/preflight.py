@@ -14,9 +14,9 @@ from miles.run.machine import MIB
 from miles.run.recipe import ClusterConfig, EvaluateRecipe, RLRecipe, RunConfig, SFTRecipe
 from miles.tracking.config import TrackingConfig
 from miles.tracking.wandb_sink import has_key
-from rollout.config import RewardConfig, RolloutConfig
+from rollout.config import RolloutConfig
+from rollout.rewards.registry import resolve
 
-BUILT_IN_REWARDS = ("exact_match", "math", "length", "format")
 _SLICE = re.compile(r"@\[[^\]]*\]$")
 
 
@@ -28,7 +28,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     _check_data("data.paths", recipe.data.paths)
     if recipe.evaluate.every:
         _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
-    _check_rewards(recipe.reward)
+    resolve(recipe.reward)
     _check_engine(recipe.rollout)
     _check_tracking(recipe.tracking)
     engines = f"{recipe.rollout.engines} engines x {recipe.rollout.threads} threads"
@@ -59,7 +59,7 @@ def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
     _check_folder(recipe.run, resume=False)
     _check_model(recipe.model)
     _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
-    _check_rewards(recipe.reward)
+    resolve(recipe.reward)
     _check_engine(recipe.rollout)
     _check_tracking(recipe.tracking)
     terms = footprint.engine_terms(recipe.model, recipe.rollout, footprint.parameters(Path(recipe.model.path)))
@@ -100,21 +100,6 @@ def _check_data(key: str, paths: list[str]) -> None:
         if not file.is_file():
             near = nearest(file.name, sorted(p.name for p in file.parent.iterdir())) if file.parent.is_dir() else f"; there is no folder {str(file.parent)!r}"
             raise ConfigError(f"{key}: {path!r} is no file{near if near != '; valid: ' else ''} (paths are relative to {os.getcwd()})")
-
-
-def _check_rewards(reward: RewardConfig) -> None:
-    for item in reward.functions:
-        module, colon, function = item.name.partition(":")
-        if not colon:
-            if item.name not in BUILT_IN_REWARDS:
-                raise ConfigError(f"reward.functions: unknown name {item.name!r}{nearest(item.name, BUILT_IN_REWARDS)}; your own is module:function")
-            continue
-        try:
-            found = importlib.util.find_spec(module)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"reward.functions: {item.name!r}: {module!r} cannot be imported: {error}") from error
-        if found is None or not function:
-            raise ConfigError(f"reward.functions: {item.name!r}: there is no module {module!r} here or in PYTHONPATH (here is {os.getcwd()})")
 
 
 def _check_engine(rollout: RolloutConfig) -> None:

@@ -18,7 +18,7 @@ _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 def last_step(folder: Path, run_id: str) -> int:
     """The largest step that any offline run with this id under `folder` recorded, -1 when there is none."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # protobuf makes its classes when imported
 
     largest = -1
     for path in folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"):
