@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from miles.core.model.config import ModelConfig
 from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Group, Sample
 from tests.trainer_cases import (
@@ -27,6 +30,8 @@ from tests.trainer_cases import (
     weights,
 )
 from tests.trainer_pool import Pool
+from trainer.config import TrainerConfig
+from trainer.fsdp.backend import FSDPBackend
 
 EXACT = 1e-12
 
@@ -339,6 +344,88 @@ def _saved_bytes(path: Path) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         backend.step_rl([make_group(0, samples)])
     return sum(held.values())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_are_clipped_to_the_global_norm(model: Path, two: Pool, expected_gradients: dict[str, Any], world: int) -> None:
+    norm = float(np.sqrt(sum((g**2).sum() for g in expected_gradients.values())))
+    arguments = (model, mixed_groups(), norm / 4)
+    found, reported = clipped_gradients(0, 1, *arguments) if world == 1 else two.run(clipped_gradients, *arguments)[0]
+    assert reported == pytest.approx(norm, rel=1e-12)
+    assert relative_difference(found, {n: g / 4 for n, g in expected_gradients.items()}) < EXACT
+
+
+def clipped_gradients(rank: int, world: int, path: Path, groups: list[Group], clip_norm: float) -> tuple[dict[str, Any], float]:
+    backend = make_backend(path, rank=rank, world=world, trainer={"clip_norm": clip_norm})
+    metrics = backend.step_rl(groups).metrics
+    return gradients(backend), metrics["optimizer/grad_norm"]
+
+
+def test_weight_decay_is_for_matrices_alone(model: Path) -> None:
+    """Equal rewards give no gradient, so decay is all that moves: w -> (1 - lr * decay) w."""
+    backend = make_backend(model, trainer={"lr": 0.01, "weight_decay": 0.5})
+    before = weights(backend)
+    backend.step_rl([make_group(0, [make_sample(0, i, 3, 4, reward=1.0) for i in range(2)])])
+    for name, after in weights(backend).items():
+        expected = before[name] * (1 - 0.005 if before[name].ndim > 1 else 1)
+        np.testing.assert_allclose(after, expected, rtol=1e-14, err_msg=name)
+
+
+def test_the_learning_rate_follows_its_schedule_through_empty_steps(model: Path) -> None:
+    masked = [make_group(0, [make_sample(0, i, 3, 4, reward=float(i), masked=range(4)) for i in range(2)])]
+    backend = make_backend(model, trainer={"lr": 1.0, "schedule": "linear"}, total_steps=4)
+    rates = [backend.step_rl(batch).metrics["optimizer/lr"] for batch in (mixed_groups(), masked, mixed_groups())]
+    assert rates == pytest.approx([0.75, 0.5, 0.25])
+
+
+def test_true_on_policy_scores_are_equal_bit_for_bit_however_they_are_packed(model: Path, two: Pool) -> None:
+    samples = [s for g in mixed_groups() for s in g.samples]
+    options = {"model": {"true_on_policy": True}, "dtype": torch.float32}
+    alone = make_backend(model, trainer={"max_tokens_per_microbatch": 1}, **options).logprobs(samples)
+    together = make_backend(model, **options).logprobs(samples)
+    assert together == alone
+    assert two.run(true_on_policy_logprobs, model, samples, options) == [alone, alone]
+
+
+def true_on_policy_logprobs(rank: int, world: int, path: Path, samples: list[Sample], options: dict[str, Any]) -> list[list[float]]:
+    return make_backend(path, rank=rank, world=world, **options).logprobs(samples)
+
+
+def test_staleness_is_measured_against_the_steps_done(model: Path) -> None:
+    """Every token of the batch is of version 0."""
+    backend = make_backend(model)
+    assert [backend.step_rl(mixed_groups()).metrics["staleness/max"] for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_trainer_without_an_algorithm_says_so(model: Path) -> None:
+    backend = FSDPBackend(ModelConfig(path=str(model)), TrainerConfig(), None, temperature=1.0, max_new_tokens=4, seed=0, total_steps=1, rank=0, world=1)
+    with pytest.raises(ValueError, match="without an \\[algorithm\\] section"):
+        backend.step_rl(mixed_groups())
+
+
+def test_scoring_by_a_reference_that_was_not_loaded_says_so(model: Path) -> None:
+    with pytest.raises(ValueError, match="kl_coef > 0"):
+        make_backend(model).logprobs([make_sample(0, 0, 3, 4)], reference=True)
+
+
+def test_experts_leave_under_the_names_of_a_checkpoint(tmp_path: Path) -> None:
+    """Qwen3-MoE is fused in memory and per expert on disk; the oracle is transformers' own `save_pretrained`."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    backend = make_backend(tmp_path, dtype=torch.float32)
+    expected = {name: tensor.numpy() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    found = weights(backend)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[n], expected[n]) for n in expected)
+    assert {s.name: s.shape for s in backend.weight_specs()} == {n: t.shape for n, t in expected.items()}
+    samples = list(mixed_groups()[0].samples)
+    plain = plain_model(tmp_path, torch.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(backend.logprobs(samples)[0], plain_logprobs(plain, samples[0]).numpy(), atol=5e-6)
 
 
 def state_of(backend: Any) -> dict[str, Any]:
