@@ -88,7 +88,7 @@ def cluster(config: ClusterConfig, demands: list[Demand], *, one_node: bool) -> 
 
 def connect(config: ClusterConfig) -> None:
     """Join the cluster at `config.address`, or start one here. Runs made afterwards by this process use it and leave it."""
-    """Join `config.address`, or start Ray here. What several runs of one process share, they `connect` once themselves."""
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it warns that its token check is on, which is what we want
     if config.address is not None:
         try:
             ray.init(address=config.address, log_to_driver=True, logging_level=logging.WARNING)
