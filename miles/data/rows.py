@@ -131,9 +131,20 @@ def _parse(line: bytes, place: str) -> Row:
         raise ConfigError(f"{place}: not UTF-8 at byte {error.start + 1} of the line ({line[error.start]:#04x}): convert the file to UTF-8") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: invalid JSON at column {error.colno}: {error.msg}; each line must be one JSON object") from None
+    if b"\\u" in line:
+        _refuse_half_characters(line, place)
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: each line must be one JSON object, but this is a {kind(row)}: {str(row)[:60]!r}")
     return row
+
+
+def _refuse_half_characters(line: bytes, place: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no text: a tokenizer would raise on it later, and not say where."""
+    text = json.dumps(json.loads(line), ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{place}: \\u{ord(text[error.start]):04x} is half of a surrogate pair and no character: repair or remove it") from None
 
 
 def _read_parquet(source: Source, table: Table) -> int:

@@ -101,3 +101,14 @@ def test_going_on_under_a_template_that_rewrites_history_is_refused():
     tokenizer = byte_tokenizer(DROPS_THINKING)
     with pytest.raises(RewritesHistory):
         following_tokens(tokenizer, [user("one"), assistant("<think>hm</think>ONE")], [user("two")])
+
+
+def test_what_follows_a_turn_does_not_depend_on_how_the_model_tokenised_it():
+    tokenizer = byte_tokenizer(merges=(("a", "b"),))
+    opening = tokenizer.apply_chat_template([user("x")], add_generation_prompt=True, return_dict=False)
+    sampled = [tokenizer.convert_tokens_to_ids(t) for t in ("a", "b", END)]  # the tokenizer itself would write ab as one token
+    messages = [user("x"), assistant("ab")]
+    trajectory = opening + sampled + following_tokens(tokenizer, messages, [tool("r")]).tolist()
+    assert trajectory[len(opening) : len(opening) + 3] == sampled
+    assert tokenizer.encode("ab") != sampled[:2]
+    assert tokenizer.decode(trajectory) == tokenizer.apply_chat_template([*messages, tool("r")], add_generation_prompt=True, tokenize=False)

@@ -47,6 +47,12 @@ def test_non_ascii_text_and_unusual_line_separators_are_kept(tmp_path):
     assert read([path]).rows == [{"p": text}]
 
 
+def test_half_a_surrogate_pair_is_refused_by_place_and_a_whole_one_is_read(tmp_path):
+    assert read([write(tmp_path / "ok.jsonl", r'{"p": "\ud83d\ude42"}')]).rows == [{"p": "🙂"}]
+    with pytest.raises(ConfigError, match=r"bad\.jsonl:2: \\ud83d is half of a surrogate pair"):
+        read([write(tmp_path / "bad.jsonl", '{"p": "a"}', r'{"p": "x \ud83d y"}')])
+
+
 def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path):
     path = tmp_path / "w.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n{"n": 2}\r\n')

@@ -57,7 +57,7 @@ finished = []
 async def stubborn(sample, *, prompt, text):
     for _ in range(3):
         try:
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(1.0)
         except asyncio.CancelledError:
             continue
     finished.append(text)
