@@ -78,13 +78,12 @@ class InvariantSiLU(nn.Module):
 class InvariantRows(PackedRows):
     """Packed rows whose attention runs over fixed tiles in the forward."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
+    def attend(self, layer: int, query_THE: Tensor, key_TGE: Tensor, value_TGE: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
         check_window(window, max(self.lengths))
-        return _Attention.apply(query, key, value, self, scaling)
+        return _Attention.apply(query_THE, key_TGE, value_TGE, self, scaling)
 
-    def attend_tiles(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend_tiles(self, query_THE: Tensor, key_TGE: Tensor, value_TGE: Tensor, scaling: float) -> Tensor:
         """As `PackedRows.attend`, without a graph: each query attends through `attend_tile`."""
-        query_THE, key_TGE, value_TGE = (x[0].transpose(0, 1) for x in (query, key, value))
         if self.gather_M is not None:
             query_THE, key_TGE, value_TGE = (x.index_select(0, self.gather_M) for x in (query_THE, key_TGE, value_TGE))
         outputs, start = [], 0
@@ -96,7 +95,7 @@ class InvariantRows(PackedRows):
         output_THE = torch.cat(outputs)
         if self.scatter_T is not None:
             output_THE = output_THE.index_select(0, self.scatter_T)
-        return output_THE[None]
+        return output_THE
 
 
 def attend_tile(query_BQE: Tensor, keys_KBET: Tensor, values_KBTE: Tensor, mask_KBQT: Tensor) -> Tensor:

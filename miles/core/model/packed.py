@@ -101,9 +101,8 @@ class PackedRows:
         self.gather_M = None if gather is None else gather.to(device)
         self.scatter_T = None if scatter is None else scatter.to(device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
-        """query [1, H, T, E], key and value [1, G, T, E] -> [1, T, H, E], where H is a multiple of G."""
-        query_THE, key_TGE, value_TGE = (x[0].transpose(0, 1) for x in (query, key, value))
+    def attend(self, layer: int, query_THE: Tensor, key_TGE: Tensor, value_TGE: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
+        """Attention output [T, H, E] of layer number `layer`; H is a multiple of G."""
         if self.gather_M is not None:
             query_THE, key_TGE, value_TGE = (x.index_select(0, self.gather_M) for x in (query_THE, key_TGE, value_TGE))
         outputs, start = [], 0
@@ -115,7 +114,7 @@ class PackedRows:
         output_THE = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.scatter_T is not None:
             output_THE = output_THE.index_select(0, self.scatter_T)
-        return output_THE[None]
+        return output_THE
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
@@ -191,7 +190,8 @@ def _attention(
             "this model's attention was set to packed rows, but it was called without them: "
             "call it through miles.core.model.packed, or model.set_attn_implementation('sdpa') first"
         )
-    return rows.attend(module.layer_idx, query, key, value, scaling, dropout, sliding_window), None
+    query_THE, key_TGE, value_TGE = (x[0].transpose(0, 1) for x in (query, key, value))
+    return rows.attend(module.layer_idx, query_THE, key_TGE, value_TGE, scaling, dropout, sliding_window)[None], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

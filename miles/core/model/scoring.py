@@ -44,10 +44,17 @@ def score(
     return logprobs_N, entropy_N if entropy else None
 
 
-def log_normalizer(logits_NV: Tensor) -> Tensor:
-    """log(sum(exp(logits))) of each row, [N]. Engines and trainers share it, so that equal logits give equal log-probabilities."""
+def softmax_parts(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """`(exp(logits - their maximum) [N, V], log(sum(exp(logits))) [N])`.
+
+    Engines and trainers share it, so that equal logits give equal log-probabilities whatever the number of rows.
+    """
+    if len(logits_NV) == 1:  # the sum of a single row would be split over threads, which rounds differently
+        exp_2V, normalizer_2 = softmax_parts(logits_NV.expand(2, -1))
+        return exp_2V[:1], normalizer_2[:1]
     top_N1 = logits_NV.amax(-1, keepdim=True)
-    return (logits_NV - top_N1).exp_().sum(-1).log_().add_(top_N1.squeeze(-1))
+    exp_NV = (logits_NV - top_N1).exp_()
+    return exp_NV, exp_NV.sum(-1).log_().add_(top_N1.squeeze(-1))
 
 
 def scaled_logits(hidden_ND: Tensor, weight_VD: Tensor, temperature: float, linear: Linear) -> Tensor:
@@ -68,7 +75,7 @@ class _Score(torch.autograd.Function):
         normalizer_N, logprobs_N, entropy_N = (hidden_ND.new_empty(len(hidden_ND), dtype=dtype) for _ in range(3))
         for rows in _chunks(len(hidden_ND), chunk):
             logits_CV = scaled_logits(hidden_ND[rows], weight_VD, temperature, linear)
-            normalizer_C = log_normalizer(logits_CV)
+            _, normalizer_C = softmax_parts(logits_CV)
             normalizer_N[rows] = normalizer_C
             logprobs_N[rows] = logits_CV.gather(1, targets_N[rows, None]).squeeze(1) - normalizer_C
             if entropy:

@@ -1,0 +1,190 @@
+"""Keys and values of the tokens seen so far: one slot for each row, grown as rows need it, and attention of one new token per row.
+
+`KVCache` attends with two batched products; `TiledKVCache` keeps keys and values in the fixed tiles of `batch_invariant`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cache as cached
+
+import torch
+from torch import Tensor
+
+from miles.core.model.batch_invariant import KEYS, attend_tile, check_window, queries_of, query_tiles_of
+from miles.core.model.packed import PackedRows
+
+_GROWTH = 64  # tokens; capacity is a multiple of it, and of the tile of 32 keys
+
+
+class SlotCache(ABC):
+    """Storage of `layers` layers for up to `max_rows` rows of up to `context` tokens; nothing is held until rows come."""
+
+    def __init__(self, layers: int, max_rows: int, heads: int, width: int, context: int, dtype: torch.dtype, device: torch.device):
+        self.heads, self.width = heads, width
+        self._layers, self._max_rows, self._context = layers, max_rows, context
+        self._dtype, self._device = dtype, device
+        self.drop()
+
+    def drop(self) -> None:
+        """Give all memory back; every row's keys and values are lost."""
+        self.rows = self.capacity = 0
+        self.keys = [self._empty_keys(0, 0) for _ in range(self._layers)]
+        self.values = [self._empty_values(0, 0) for _ in range(self._layers)]
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` slots of `length` tokens. Grows by halves, so that the copies stay rare."""
+        if rows <= self.rows and length <= self.capacity:
+            return
+        assert rows <= self._max_rows
+        assert length <= self._context
+        if rows > self.rows:
+            rows = min(max(rows, self.rows * 3 // 2), self._max_rows)
+        if length > self.capacity:
+            length = min(max(length, self.capacity * 3 // 2), self._context)
+        rows, length = max(rows, self.rows), max(-(-length // _GROWTH) * _GROWTH, self.capacity)
+        for layer in range(self._layers):
+            self.keys[layer] = _copied_into(self._empty_keys(rows, length), self.keys[layer])
+            self.values[layer] = _copied_into(self._empty_values(rows, length), self.values[layer])
+        self.rows, self.capacity = rows, length
+
+    def step_rows(self, positions_N: Tensor) -> StepRows:
+        """The attention context of one new token in each of the slots 0 .. N-1."""
+        return StepRows(self, positions_N)
+
+    def prefill_rows(self, packed: PackedRows, slots_T: Tensor, positions_T: Tensor) -> PrefillRows:
+        """The attention context of packed rows whose token t is at `positions_T[t]` of slot `slots_T[t]`."""
+        return PrefillRows(self, packed, slots_T, positions_T)
+
+    @abstractmethod
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Copy the first `length` tokens of slot `source` to `slot`."""
+
+    @abstractmethod
+    def write(self, layer: int, slots_T: Tensor, positions_T: Tensor, key_TGE: Tensor, value_TGE: Tensor) -> None: ...
+
+    @abstractmethod
+    def attend(self, layer: int, query_NHE: Tensor, rows: StepRows, scaling: float, window: int | None) -> Tensor:
+        """Attention of one query per slot over the slot's tokens, its own included, [N, H, E]."""
+
+    @abstractmethod
+    def mask(self, positions_N: Tensor, window: int | None) -> Tensor: ...
+
+    @abstractmethod
+    def _empty_keys(self, rows: int, length: int) -> Tensor: ...
+
+    @abstractmethod
+    def _empty_values(self, rows: int, length: int) -> Tensor: ...
+
+
+class StepRows:
+    """Attention context of a decoding step: writes the new token's key and value, then attends over the slot."""
+
+    def __init__(self, cache: SlotCache, positions_N: Tensor):
+        self._cache = cache
+        self._slots_N = torch.arange(len(positions_N), device=positions_N.device)
+        self._positions_N = positions_N
+        self.length = int(positions_N.max()) + 1
+        self.mask = cached(lambda window: cache.mask(positions_N, window))
+
+    def attend(self, layer: int, query_NHE: Tensor, key_NGE: Tensor, value_NGE: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
+        """As `PackedRows.attend`; token t is the new token of slot t."""
+        self._cache.write(layer, self._slots_N, self._positions_N, key_NGE, value_NGE)
+        return self._cache.attend(layer, query_NHE, self, scaling, window)
+
+
+class PrefillRows:
+    """Attention context of a prefill: packed attention that also writes keys and values into the slots."""
+
+    def __init__(self, cache: SlotCache, packed: PackedRows, slots_T: Tensor, positions_T: Tensor):
+        self._cache, self._packed = cache, packed
+        self._slots_T, self._positions_T = slots_T, positions_T
+
+    def attend(self, layer: int, query_THE: Tensor, key_TGE: Tensor, value_TGE: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
+        self._cache.write(layer, self._slots_T, self._positions_T, key_TGE, value_TGE)
+        return self._packed.attend(layer, query_THE, key_TGE, value_TGE, scaling, dropout, window)
+
+
+class KVCache(SlotCache):
+    """Transposed keys [slots, G, E, capacity] (their product is the faster so) and values [slots, G, capacity, E]."""
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[slot, :, :, :length] = keys[source, :, :, :length]
+            values[slot, :, :length] = values[source, :, :length]
+
+    def write(self, layer: int, slots_T: Tensor, positions_T: Tensor, key_TGE: Tensor, value_TGE: Tensor) -> None:
+        self.keys[layer][slots_T, :, :, positions_T] = key_TGE
+        self.values[layer][slots_T, :, positions_T] = value_TGE
+
+    def attend(self, layer: int, query_NHE: Tensor, rows: StepRows, scaling: float, window: int | None) -> Tensor:
+        count = len(query_NHE)
+        keys_BET = self.keys[layer][:count, :, :, : rows.length].flatten(0, 1)
+        values_BTE = self.values[layer][:count, :, : rows.length].flatten(0, 1)
+        query_BRE = query_NHE.reshape(count * self.heads, -1, self.width)
+        scores_BRT = torch.baddbmm(rows.mask(window), query_BRE, keys_BET, alpha=scaling)
+        return torch.bmm(scores_BRT.softmax(-1), values_BTE).view(count, -1, self.width)
+
+    def mask(self, positions_N: Tensor, window: int | None) -> Tensor:
+        """Additive, [N * G, 1, T]."""
+        hidden_NT = _hidden_keys(positions_N, int(positions_N.max()) + 1, window)
+        return _additive(hidden_NT, self._dtype).repeat_interleave(self.heads, 0)[:, None]
+
+    def _empty_keys(self, rows: int, length: int) -> Tensor:
+        return torch.zeros(rows, self.heads, self.width, length, dtype=self._dtype, device=self._device)
+
+    def _empty_values(self, rows: int, length: int) -> Tensor:
+        return torch.zeros(rows, self.heads, length, self.width, dtype=self._dtype, device=self._device)
+
+
+class TiledKVCache(SlotCache):
+    """Transposed keys [tiles, slots, G, E, 32] and values [tiles, slots, G, 32, E]."""
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        for storage in (*self.keys, *self.values):
+            storage[: -(-length // KEYS), slot] = storage[: -(-length // KEYS), source]
+
+    def write(self, layer: int, slots_T: Tensor, positions_T: Tensor, key_TGE: Tensor, value_TGE: Tensor) -> None:
+        tile_T, place_T = positions_T // KEYS, positions_T % KEYS
+        self.keys[layer][tile_T, slots_T, :, :, place_T] = key_TGE
+        self.values[layer][tile_T, slots_T, :, place_T] = value_TGE
+
+    def attend(self, layer: int, query_NHE: Tensor, rows: StepRows, scaling: float, window: int | None) -> Tensor:
+        count, heads, _ = query_NHE.shape
+        tiles = -(-rows.length // KEYS)
+        keys_KBET = self.keys[layer][:tiles, :count].flatten(1, 2)
+        values_KBTE = self.values[layer][:tiles, :count].flatten(1, 2)
+        query_SBQE = query_tiles_of(query_NHE[:, None], self.heads, scaling)
+        output_SBQE = torch.stack([attend_tile(query_BQE, keys_KBET, values_KBTE, rows.mask(window)) for query_BQE in query_SBQE])
+        return queries_of(output_SBQE, count, 1, heads)[:, 0]
+
+    def mask(self, positions_N: Tensor, window: int | None) -> Tensor:
+        """Additive, [K, N * G, 1, 32]."""
+        length = int(positions_N.max()) + 1
+        check_window(window, length)
+        hidden_NT = _hidden_keys(positions_N, -(-length // KEYS) * KEYS, None)
+        mask_BT = _additive(hidden_NT, self._dtype).repeat_interleave(self.heads, 0)
+        return mask_BT.unflatten(1, (-1, KEYS)).transpose(0, 1)[:, :, None]
+
+    def _empty_keys(self, rows: int, length: int) -> Tensor:
+        return torch.zeros(length // KEYS, rows, self.heads, self.width, KEYS, dtype=self._dtype, device=self._device)
+
+    def _empty_values(self, rows: int, length: int) -> Tensor:
+        return torch.zeros(length // KEYS, rows, self.heads, KEYS, self.width, dtype=self._dtype, device=self._device)
+
+
+def _hidden_keys(positions_N: Tensor, length: int, window: int | None) -> Tensor:
+    key_at_T = torch.arange(length, device=positions_N.device)
+    hidden_NT = key_at_T > positions_N[:, None]
+    if window is not None:
+        hidden_NT |= key_at_T <= positions_N[:, None] - window
+    return hidden_NT
+
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def _copied_into(new: Tensor, old: Tensor) -> Tensor:
+    new[tuple(slice(0, size) for size in old.shape)] = old
+    return new
