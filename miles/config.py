@@ -45,7 +45,8 @@ class Resolved(Generic[T]):
 def load(schema: type[T], path: Path | str | None, overrides: Sequence[str] = ()) -> Resolved[T]:
     """Read `path` (TOML, may be None), apply `overrides` (`a.b=value`, later ones win) and validate against `schema`.
 
-    An override's value is read as TOML (`3`, `1e-4`, `true`, `["a"]`) and, where that fails, as a plain string.
+    An override's value is read as TOML (`3`, `1e-4`, `true`, `["a"]`) and, where that fails, as a plain string. TOML has no null:
+    the string `null` stands for it, in recipes and overrides.
 
     Raises:
         ConfigError: the file is missing or not TOML, a key is unknown (the nearest valid one is named), or a value is wrong.
@@ -71,7 +72,7 @@ def load(schema: type[T], path: Path | str | None, overrides: Sequence[str] = ()
         origins = {k: v for k, v in origins.items() if not k.startswith(key + ".")}
         origins[key] = "command line"
     try:
-        config = schema.model_validate(tree)
+        config = schema.model_validate(_with_nulls(tree))
     except ValidationError as error:
         raise ConfigError(_explain(error, schema, origins)) from None
     return Resolved(config, origins)
@@ -148,6 +149,14 @@ def _parse_override(override: str) -> tuple[str, Any]:
         return key, tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         return key, raw
+
+
+def _with_nulls(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _with_nulls(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_with_nulls(value) for value in node]
+    return None if node == "null" else node
 
 
 def _set(tree: dict[str, Any], key: str, value: Any, override: str) -> None:

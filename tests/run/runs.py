@@ -1,0 +1,84 @@
+"""Small real runs for the end-to-end tests: recipes on the reversal task, and what a run left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from miles.config import Resolved, load
+from miles.core.model.tiny import make_tiny_model
+from miles.data.toy import ALPHABET, write_reverse_task
+from miles.run.recipe import RLRecipe, SFTRecipe
+
+
+def make_task(folder: Path) -> dict[str, Path]:
+    """A model of two small layers and the reversal task's files under `folder`."""
+    paths = write_reverse_task(folder / "data", seed=0, train=8, sft=64, test=8)
+    return paths | {"model": make_tiny_model(folder / "model", alphabet=ALPHABET, hidden=32, layers=2, context=64)}
+
+
+def rl_recipe(task: dict[str, Path], folder: Path, *overrides: str) -> Resolved[RLRecipe]:
+    return load(
+        RLRecipe,
+        None,
+        [
+            f"run.folder={folder}",
+            "run.steps=4",
+            f"model.path={task['model']}",
+            f'data.paths=["{task["train"]}"]',
+            "rollout.prompts_per_step=4",
+            "rollout.samples_per_prompt=4",
+            "rollout.max_new_tokens=6",
+            'reward.functions=[{name="tests.run.runs:share_of_a"}]',
+            "trainer.lr=1e-2",
+            "checkpoint.export=false",
+            "weight_sync.verify=always",
+            *overrides,
+        ],
+    )
+
+
+def sft_recipe(task: dict[str, Path], folder: Path, *overrides: str) -> Resolved[SFTRecipe]:
+    return load(
+        SFTRecipe,
+        None,
+        [
+            f"run.folder={folder}",
+            "run.steps=4",
+            "batch_size=8",
+            f"model.path={task['model']}",
+            f'data.paths=["{task["sft"]}"]',
+            "data.messages_column=messages",
+            "trainer.lr=1e-2",
+            *overrides,
+        ],
+    )
+
+
+def share_of_a(sample: Any, *, prompt: Any, text: str) -> float:
+    """A dense reward that a random model can climb."""
+    return text.count("a") / max(len(text), 1)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The run's metric records in order."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def learned(folder: Path) -> list[dict[str, Any]]:
+    """Records without what a clock decides."""
+    timed = ("seconds/", "throughput/", "time", "_")
+    return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in records(folder)]
+
+
+def weights(folder: Path) -> dict[str, str]:
+    """sha256 of every tensor of the exported model."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, str] = {}
+    for file in sorted((folder / "model").glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            tensors[name] = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+    return tensors
