@@ -216,7 +216,14 @@ def _build(
         total_steps=config.run.steps * config.trainer.optimizer_steps_per_batch,
         places=places.of("trainer rank"),
     )
-    sync = WeightSync(config.weight_sync, folder / "weight_sync.jsonl", trainer, fleet)
+    sync = WeightSync(
+        config.weight_sync,
+        folder / "weight_sync.jsonl",
+        trainer,
+        fleet,
+        address=places.address("trainer rank"),
+        backend="nccl" if config.trainer.gpus_per_rank and rollout.gpus_per_engine else "gloo",
+    )
 
     def sampler(claim_id: int) -> tuple[SamplingParams, ...]:
         seeds = np.random.SeedSequence([config.run.seed, 0, claim_id]).generate_state(rollout.samples_per_prompt, np.uint64) >> np.uint64(1)

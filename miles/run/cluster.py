@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.config import ConfigError
@@ -55,6 +55,14 @@ class Places:
             for index, demand in enumerate(self.demands)
             if demand.role == role
         ]
+
+    def address(self, role: str) -> str:
+        """Network address of the node that the role's first actor is on; loopback while there is only one node."""
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        if len(nodes) == 1:
+            return "127.0.0.1"
+        index = next(i for i, demand in enumerate(self.demands) if demand.role == role)
+        return nodes[placement_group_table(self.group)["bundles_to_node_id"][index]]
 
 
 @contextmanager
