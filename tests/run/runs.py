@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,15 @@ def sft_recipe(task: dict[str, Path], folder: Path, *overrides: str) -> Resolved
 def share_of_a(sample: Any, *, prompt: Any, text: str) -> float:
     """A dense reward that a random model can climb."""
     return text.count("a") / max(len(text), 1)
+
+
+def kills_its_engine_once(sample: Any, *, prompt: Any, text: str, flag: str) -> float:
+    """`share_of_a`, except that the 40th call of all (in the third step of 16 samples) kills the rollout actor, whose child this reward worker is."""
+    with Path(flag).open("a") as calls:
+        calls.write(".")
+    if Path(flag).stat().st_size == 40:
+        os.kill(os.getppid(), signal.SIGKILL)
+    return share_of_a(sample, prompt=prompt, text=text)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
