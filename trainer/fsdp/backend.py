@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -63,16 +64,14 @@ class FSDPBackend:
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
         rng.seed_all(seed, rank)
-        build = lambda checkpointing: build_model(  # noqa: E731
-            model, master_dtype=master_dtype, world=world, device=self.device, checkpointing=checkpointing
-        )
-        self.model = build(trainer.activation_checkpointing)
+        build = partial(build_model, model, master_dtype=master_dtype, world=world, device=self.device)
+        self.model = build(checkpointing=trainer.activation_checkpointing)
         self._policy = Scorer(self.model, trainer.logprob_chunk, self.device)
         self._reference: Scorer | None = None
         if algorithm is not None:
             self._advantages, self._loss = registry.advantage(algorithm), registry.loss(algorithm)
             if algorithm.kl_coef > 0:
-                self._reference = Scorer(build(False).requires_grad_(False), trainer.logprob_chunk, self.device)
+                self._reference = Scorer(build(checkpointing=False).requires_grad_(False), trainer.logprob_chunk, self.device)
         self._optimizer = Optimizer(self.model, trainer, total_steps)
         self._exporter = Exporter(self.model, compute_dtype_of(model, master_dtype), rank)
         self._writer = CheckpointWriter(rank, world)
@@ -225,7 +224,7 @@ class FSDPBackend:
         if self.device.type == "cpu":
             return
         reshard(self.model)
-        self.model.to(device=device)
+        torch.nn.Module.to(self.model, torch.device(device))
         self._optimizer.to(device)
         if device == "cpu":
             torch.cuda.empty_cache()

@@ -21,7 +21,7 @@ def build_model(config: ModelConfig, *, master_dtype: torch.dtype, world: int, d
     It stays in eval mode: dropout would make the importance ratio of an on-policy token differ from 1.
     """
     model = load_model(config.path, master_dtype, trust_remote_code=config.trust_remote_code)
-    model.to(device=device)
+    nn.Module.to(model, device)
     if config.true_on_policy:
         from miles.core.model.batch_invariant import make_batch_invariant
 
@@ -29,7 +29,8 @@ def build_model(config: ModelConfig, *, master_dtype: torch.dtype, world: int, d
     if checkpointing:
         for layer in decoder_layers(model):
             # The instance's forward, not a wrapper module: parameter names stay, and FSDP's hooks stay outside the recompute.
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            # Nothing in eval mode draws random numbers, so their state need not be kept for it.
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     compute_dtype = compute_dtype_of(config, master_dtype)
     # One rank that computes in its masters' dtype has nothing to gather or cast: FSDP2's hooks and copies cost it a fifth of a step.
     if world > 1 or compute_dtype != master_dtype:

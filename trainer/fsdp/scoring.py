@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -46,20 +48,21 @@ class Scorer:
         # A dummy row has one sequence that is nowhere in the batch.
         places = torch.tensor(micro.indices, dtype=torch.int64)
         own_S = advantages_S[places] if micro.indices else torch.zeros(1, dtype=advantages_S.dtype)
-        sequence_N = torch.from_numpy(packed.sequence_N)
-        move = lambda tensor: tensor.to(self._device, non_blocking=True)  # noqa: E731
         return Row(
-            tokens_T=move(torch.from_numpy(packed.tokens_T)),
-            positions_T=move(torch.from_numpy(packed.positions_T)),
-            sequence_T=move(torch.from_numpy(packed.sequence_T)),
-            scored_N=move(torch.from_numpy(packed.target_index_N + 1)),
-            mask_N=move(torch.from_numpy(packed.loss_mask_N)),
-            rollout_logprobs_N=move(torch.from_numpy(packed.rollout_logprobs_N)),
-            advantages_N=move(own_S[sequence_N]),
-            sequence_N=move(sequence_N),
+            tokens_T=self._moved(packed.tokens_T),
+            positions_T=self._moved(packed.positions_T),
+            sequence_T=self._moved(packed.sequence_T),
+            scored_N=self._moved(packed.target_index_N + 1),
+            mask_N=self._moved(packed.loss_mask_N),
+            rollout_logprobs_N=self._moved(packed.rollout_logprobs_N),
+            advantages_N=own_S[torch.from_numpy(packed.sequence_N)].to(self._device),
+            sequence_N=self._moved(packed.sequence_N),
             num_sequences=packed.num_sequences,
-            sequence_length_S=move(length_S[places] if micro.indices else torch.zeros(1, dtype=torch.int64)),
+            sequence_length_S=(length_S[places] if micro.indices else torch.zeros(1, dtype=torch.int64)).to(self._device),
         )
+
+    def _moved(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def forward(self, row: Row, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """`(logprobs_N, entropy_N or None)` with their graph. Collective."""
