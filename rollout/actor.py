@@ -39,7 +39,7 @@ class GroupResult:
 
     claim_id: int
     group: Group | None
-    kind: Literal["done", "failed", "timed_out"] = "done"
+    kind: Literal["done", "failed", "timed_out", "engine_died"] = "done"
     message: str = ""
 
 
@@ -111,7 +111,8 @@ class RolloutActor:
             await self._engine.abort([request.request_id for request in requests])
             return GroupResult(claim_id=task.claim_id, group=None, kind="timed_out", message=f"no result within {task.timeout_s:g} s")
         except EngineError as error:
-            return GroupResult(claim_id=task.claim_id, group=None, kind="failed", message=str(error))
+            kind: Literal["failed", "engine_died"] = "failed" if (await self._engine.health()).ok else "engine_died"
+            return GroupResult(claim_id=task.claim_id, group=None, kind=kind, message=str(error))
         return GroupResult(claim_id=task.claim_id, group=Group(claim_id=task.claim_id, prompt=task.prompt, samples=tuple(samples)))
 
     async def _generate_to_the_end(self, requests: list[Request]) -> list[Generation]:

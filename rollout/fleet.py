@@ -120,6 +120,9 @@ class Fleet:
         try:
             async for ref in member.actor.run_groups.options(num_returns="streaming").remote(wave):
                 result: GroupResult = await ref
+                if result.kind == "engine_died":
+                    self.mark_dead(engine_id, result.message)
+                    return
                 future = member.outstanding.pop(result.claim_id, None)
                 if future is not None:
                     _resolve(future, result)
