@@ -61,13 +61,23 @@ class SGLangEngine:
         """The server's main process, leader of a process group that holds everything this engine started."""
         return self._server.pid
 
+    @property
+    def url(self) -> str:
+        """Where the server listens, on loopback."""
+        return self._server.url
+
+    @property
+    def scratch(self) -> Path | None:
+        """The folder of the server's sockets and weight files, while there is one."""
+        return self._server.scratch
+
     async def start(self) -> None:
         """Start the server and wait until it serves: 13 s on an idle two-core machine, more on a busy one.
 
         Raises:
             EngineError: SGLang is not installed, or did not come up; the message ends with its log.
         """
-        await self._server.start(self._arguments, lambda scratch: server_environment(self._rollout, self._arguments, scratch))
+        await self._server.start(self._arguments, lambda scratch: server_environment(self._rollout, self._facts, self._arguments, scratch))
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """See `Engine.generate`. Waits while the engine is paused. `rollout.timeout_s` is the deadline."""

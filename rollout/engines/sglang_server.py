@@ -45,7 +45,7 @@ class SGLangServer:
         self.scratch: Path | None = None
         self._key = secrets.token_urlsafe(32)
         self._process: subprocess.Popen[bytes] | None = None
-        self._url = ""
+        self.url = ""
 
     @property
     def pid(self) -> int:
@@ -79,7 +79,7 @@ class SGLangServer:
         Raises:
             EngineError: no answer, or one that says no.
         """
-        request = urllib.request.Request(self._url + path, None if body is None else json.dumps(body).encode(), self._headers())
+        request = urllib.request.Request(self.url + path, None if body is None else json.dumps(body).encode(), self._headers())
         try:
             with urllib.request.urlopen(request, timeout=deadline_s) as response:
                 return _decoded(response.read())
@@ -92,7 +92,7 @@ class SGLangServer:
         """As `call`, without blocking the event loop."""
         timeout = aiohttp.ClientTimeout(total=deadline_s)
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.post(self._url + path, json=body, headers=self._headers()) as response:
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.post(self.url + path, json=body, headers=self._headers()) as response:
                 answer = await response.read()
                 if response.status != 200:
                     raise self.refused(path, response.status, answer.decode(errors="replace"))
@@ -104,8 +104,11 @@ class SGLangServer:
         return EngineError(f"{self.name}: {path} answered {status}: {text[:500]}")
 
     def lost(self, path: str, error: Exception) -> EngineError:
-        code = None if self._process is None else self._process.poll()
-        state = "it still runs" if code is None else f"it ended with code {code}"
+        try:
+            # A connection breaks a moment before its process can be reaped.
+            state = f"it ended with code {self._process.wait(0.5)}" if self._process is not None else "it was not started"
+        except subprocess.TimeoutExpired:
+            state = "it still runs"
         return EngineError(f"{self.name}: no answer to {path} ({type(error).__name__}: {error}); {state}{self.tail()}")
 
     def tail(self, lines: int = 30) -> str:
@@ -129,7 +132,7 @@ class SGLangServer:
     def _spawn(self, arguments: dict[str, Any], environment: dict[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         full = {**arguments, "host": "127.0.0.1", "port": port, "api_key": self._key}
         start = {"scratch": str(self.scratch), "arguments": command_line(full)}
         # Output goes to a file: a helper of the server that lives on would keep an inherited pipe open.

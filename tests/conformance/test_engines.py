@@ -30,7 +30,7 @@ def torch_engine(tiny_model: Path) -> Iterator[Engine]:
     asyncio.run(engine.close())
 
 
-@pytest.fixture(scope="session", params=["torch", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.fixture(scope="session", params=["torch", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(400)])])
 def shared_bench(request: pytest.FixtureRequest, tiny_model: Path) -> Bench:
     return Bench(request.getfixturevalue(f"{request.param}_engine"), tiny_model)
 

@@ -1,0 +1,136 @@
+"""The life and death of the server's process group. One start of its own, since its server is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from miles.core.model.config import ModelConfig
+from rollout.config import RolloutConfig
+from rollout.engines.contracts import EngineError
+from rollout.engines.sglang_engine import SGLangEngine
+from rollout.engines.sglang_launcher import group_members
+from tests.conformance.engine_bench import Bench, changed, request
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+
+def engine_for(model: Path, log_folder: Path, version: int = 0, **sglang_args: object) -> SGLangEngine:
+    rollout = RolloutConfig(engine="sglang", max_running=8, timeout_s=60, sglang_args=dict(sglang_args))
+    return SGLangEngine(ModelConfig(path=str(model)), rollout, log_folder=log_folder, weight_version=version)
+
+
+@pytest.fixture(scope="module")
+def doomed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """A server in deterministic mode at weight version 7. The last test of this module kills it."""
+    engine = engine_for(tiny_model, tmp_path_factory.mktemp("doomed"), 7, enable_deterministic_inference=True)
+    try:
+        asyncio.run(engine.start())
+        yield engine
+    finally:
+        asyncio.run(engine.close())
+
+
+def test_in_deterministic_mode_a_seed_gives_the_same_tokens_beside_any_others(doomed: SGLangEngine) -> None:
+    alone = asyncio.run(doomed.generate([request(new=32, seed=5)]))[0]
+    among = asyncio.run(doomed.generate([request(6 + i, new=32, seed=i) for i in range(4)] + [request(new=32, seed=5)]))[-1]
+    other = asyncio.run(doomed.generate([request(new=32, seed=6)]))[0]
+    assert alone.tokens.tolist() == among.tokens.tolist() != other.tokens.tolist()
+
+
+def test_a_seeded_response_that_was_cut_goes_on_with_the_same_tokens(doomed: SGLangEngine) -> None:
+    whole = asyncio.run(doomed.generate([request(new=32, seed=5)]))[0].tokens.tolist()
+    rest = asyncio.run(doomed.generate([request(new=32, seed=5, generated=whole[:9])]))[0]
+    assert rest.tokens.tolist() == whole[9:]
+
+
+def test_the_first_tokens_carry_the_version_the_engine_was_started_with(doomed: SGLangEngine) -> None:
+    assert set(asyncio.run(doomed.generate([request(new=4)]))[0].weight_versions.tolist()) == {7}
+
+
+def test_nobody_else_is_served_without_the_key(doomed: SGLangEngine) -> None:
+    import urllib.error
+    import urllib.request
+
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(doomed.url + "/model_info", timeout=10)
+
+
+def test_the_key_stands_in_no_process_list(doomed: SGLangEngine) -> None:
+    words = [Path(f"/proc/{pid}/cmdline").read_text() for pid in group_members(doomed.pid)]
+    assert len(words) >= 3
+    assert not any("api" in word for word in words)
+
+
+def test_a_server_that_is_killed_ends_every_call_with_an_engine_error_and_leaves_nothing(doomed: SGLangEngine) -> None:
+    group = doomed.pid
+
+    async def run() -> list:
+        calls = [asyncio.ensure_future(doomed.generate([request(new=240, seed=i)])) for i in range(3)]
+        await asyncio.sleep(0.2)
+        os.kill(group, signal.SIGKILL)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    results = asyncio.run(run())
+    assert [type(result) for result in results] == [EngineError] * 3
+    assert "ended with code -9" in str(results[0])
+    assert "the end of" in str(results[0])
+    assert not asyncio.run(doomed.health()).ok
+    asyncio.run(doomed.close())
+    asyncio.run(doomed.close())
+    assert list(group_members(group)) == []
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from tests.rollout.engines.test_sglang_process import engine_for
+engine = engine_for(Path(sys.argv[1]), Path(sys.argv[2]))
+async def main():
+    starting = asyncio.ensure_future(engine.start())
+    await asyncio.sleep(1.0)
+    print(engine.pid, engine.scratch, flush=True)
+    await starting
+asyncio.run(main())
+"""
+
+
+def test_a_server_whose_owner_is_killed_goes_with_it(tiny_model: Path, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(tiny_model), str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        group, scratch = owner.stdout.readline().split()
+        assert list(group_members(int(group)))
+        owner.kill()
+    deadline = time.monotonic() + 60
+    while (list(group_members(int(group))) or Path(scratch).exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (list(group_members(int(group))), Path(scratch).exists()) == ([], False)
+
+
+@pytest.mark.full
+def test_a_start_that_fails_ends_with_the_log_and_what_to_do(tiny_model: Path, tmp_path: Path) -> None:
+    engine = engine_for(tiny_model, tmp_path, no_such_argument=3)
+    with pytest.raises(EngineError, match=r"rollout\.sglang_args(.|\n)*no-such-argument"):
+        asyncio.run(engine.start())
+    asyncio.run(engine.close())
+
+
+@pytest.mark.full
+def test_two_tensor_parallel_ranks_serve_and_take_weights(tiny_model: Path, tmp_path: Path) -> None:
+    engine = engine_for(tiny_model, tmp_path, tp_size=2)
+    try:
+        asyncio.run(engine.start())
+        bench, new, asked = Bench(engine, tiny_model), changed(Bench(engine, tiny_model).base), request(new=24)
+        assert bench.gap(asked, bench.generate(asked)[0]) < 2e-5
+        bench.publish(new, tmp_path)
+        assert bench.gap(asked, bench.generate(asked)[0], new) < 2e-5
+    finally:
+        asyncio.run(engine.close())
