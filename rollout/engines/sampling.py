@@ -58,6 +58,8 @@ def choose(logits_NV: Tensor, params: RowParams, uniforms_N: Tensor) -> tuple[Te
         uniforms_N: float64 in [0, 1), from `uniforms`.
     Returns:
         `(tokens_N int64, logprobs_N float32)`; log-probs at the row's temperature (1 where greedy), before top-k and top-p.
+    Raises:
+        ValueError: a row's logits are not finite.
     """
     rows = max(1, _CHUNK_ELEMENTS // logits_NV.shape[1])
     if len(logits_NV) <= rows:
@@ -84,6 +86,8 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _choose(logits_NV: Tensor, params: RowParams, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
     scaled_NV = _at_temperature(logits_NV, params)
     exp_NV, normalizer_N = softmax_parts(scaled_NV)
+    if not torch.isfinite(normalizer_N).all():
+        raise ValueError("the model's logits are not finite: its weights hold NaN or infinity, or overflow in the forward")
     tokens_N = _sampled(exp_NV, params, uniforms_N)
     if params.greedy:
         tokens_N = torch.where(params.temperature_N == 0, scaled_NV.argmax(-1), tokens_N)

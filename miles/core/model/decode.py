@@ -74,6 +74,11 @@ class Decoder:
         hidden_ND = self._run(tokens_N, positions_N, self.cache.step_rows(positions_N))
         return scaled_logits(hidden_ND, self._head.weight, 1.0, self._linear)
 
+    def weights_changed(self) -> None:
+        """Call after the model's parameters were written in place."""
+        if self._lean is not None:
+            self._lean.refresh()
+
     def _prefill_packed(self, part: list[tuple[Tensor, int]]) -> None:
         lengths = [len(row) for row, _ in part]
         self.cache.reserve(max(slot for _, slot in part) + 1, max(lengths))

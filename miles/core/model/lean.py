@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear, silu
+from transformers.activations import SiLUActivation
 
 _LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 
@@ -28,61 +29,79 @@ class LeanLayers:
 
     def __init__(self, body: Any):
         self._layers = [_LeanLayer(layer) for layer in body.layers]
-        self._norm = body.norm
+        self._norm = _Norm(body.norm)
 
     def __call__(self, hidden_TD: Tensor, rotary: Sequence[Tensor], rows: Any) -> Tensor:
         cosine_1TE, sine_1TE = rotary
-        cosine_T1E = cosine_1TE[0, :, None]
         half = sine_1TE.shape[-1] // 2
+        cosine_T1E = cosine_1TE[0, :, None]
         sine_T1E = torch.cat((-sine_1TE[0, :, :half], sine_1TE[0, :, half:]), -1)[:, None]
         for layer in self._layers:
             hidden_TD = layer(hidden_TD, cosine_T1E, sine_T1E, rows)
-        return _normed(hidden_TD, self._norm)
+        return self._norm(hidden_TD)
+
+    def refresh(self) -> None:
+        """Call after parameters were written in place: the norms of query and key heads are one tensor here, a copy."""
+        for layer in self._layers:
+            layer.refresh()
 
 
 class _LeanLayer:
     def __init__(self, layer: Any):
-        attention = layer.self_attn
-        self._layer, self._attention = layer, attention
+        attention, mlp = layer.self_attn, layer.mlp
+        self._attention = attention
+        self._number: int = attention.layer_idx
+        self._scaling: float = attention.scaling
         self._width: int = attention.head_dim
         self._window: int | None = getattr(attention, "sliding_window", None)
-        self._qkv = _side_by_side(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._gate_up = _side_by_side(layer.mlp.gate_proj, layer.mlp.up_proj)
         self._heads = attention.q_proj.out_features // self._width
-        self._groups = attention.k_proj.out_features // self._width
+        self._rotated_heads = self._heads + attention.k_proj.out_features // self._width
+        self._input_norm, self._mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self._qkv = _side_by_side(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._gate_up = _side_by_side(mlp.gate_proj, mlp.up_proj)
+        self._output, self._down = _Projection(attention.o_proj), _Projection(mlp.down_proj)
+        self._activation = silu if isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation)) else mlp.act_fn
+        self.refresh()
+
+    def refresh(self) -> None:
+        self._head_norm_XE: Tensor | None = None
+        if hasattr(self._attention, "q_norm"):
+            query_E, key_E = self._attention.q_norm.weight.detach(), self._attention.k_norm.weight.detach()
+            self._head_norm_XE = torch.cat((query_E.expand(self._heads, -1), key_E.expand(self._rotated_heads - self._heads, -1)))
+            self._head_norm_eps: float = self._attention.q_norm.variance_epsilon
 
     def __call__(self, hidden_TD: Tensor, cosine_T1E: Tensor, sine_T1E: Tensor, rows: Any) -> Tensor:
-        attention, layer = self._attention, self._layer
-        heads, groups = self._heads, self._groups
-        qkv_TXE = linear(_normed(hidden_TD, layer.input_layernorm), *self._qkv).unflatten(1, (-1, self._width))
-        rotated_TXE = _rotated(self._head_norms(qkv_TXE[:, : heads + groups]), cosine_T1E, sine_T1E)
-        query_THE, key_TGE, value_TGE = rotated_TXE[:, :heads], rotated_TXE[:, heads:], qkv_TXE[:, heads + groups :]
-        output_THE = rows.attend(attention.layer_idx, query_THE, key_TGE, value_TGE, attention.scaling, 0.0, self._window)
-        hidden_TD = _added(hidden_TD, output_THE.flatten(1), attention.o_proj)
-        gate_TF, up_TF = linear(_normed(hidden_TD, layer.post_attention_layernorm), *self._gate_up).chunk(2, -1)
-        return _added(hidden_TD, layer.mlp.act_fn(gate_TF).mul_(up_TF), layer.mlp.down_proj)
-
-    def _head_norms(self, query_key_TXE: Tensor) -> Tensor:
-        if not hasattr(self._attention, "q_norm"):
-            return query_key_TXE
-        query_norm, key_norm = self._attention.q_norm, self._attention.k_norm
-        weight_XE = torch.cat((query_norm.weight.expand(self._heads, -1), key_norm.weight.expand(self._groups, -1)))
-        return rms_norm(query_key_TXE, (self._width,), None, query_norm.variance_epsilon).mul_(weight_XE)
+        qkv_TXE = linear(self._input_norm(hidden_TD), *self._qkv).view(hidden_TD.shape[0], -1, self._width)
+        rotated_TXE = qkv_TXE[:, : self._rotated_heads]
+        if self._head_norm_XE is not None:
+            rotated_TXE = torch.rms_norm(rotated_TXE, (self._width,), None, self._head_norm_eps).mul_(self._head_norm_XE)
+        # Rotary embedding; the sign of the half that turns is in the sine.
+        rotated_TXE = (rotated_TXE * cosine_T1E).addcmul_(rotated_TXE.roll(self._width // 2, -1), sine_T1E)
+        query_THE, key_TGE, value_TGE = rotated_TXE[:, : self._heads], rotated_TXE[:, self._heads :], qkv_TXE[:, self._rotated_heads :]
+        output_THE = rows.attend(self._number, query_THE, key_TGE, value_TGE, self._scaling, 0.0, self._window)
+        hidden_TD = self._output.add_to(hidden_TD, output_THE.flatten(1))
+        gate_TF, up_TF = linear(self._mlp_norm(hidden_TD), *self._gate_up).chunk(2, -1)
+        return self._down.add_to(hidden_TD, self._activation(gate_TF).mul_(up_TF))
 
 
-def _normed(hidden_TD: Tensor, norm: Any) -> Tensor:
-    return rms_norm(hidden_TD, hidden_TD.shape[-1:], norm.weight, norm.variance_epsilon)
+class _Norm:
+    def __init__(self, norm: Any):
+        self._weight, self._eps, self._shape = norm.weight.detach(), norm.variance_epsilon, tuple(norm.weight.shape)
+
+    def __call__(self, hidden_TD: Tensor) -> Tensor:
+        return torch.rms_norm(hidden_TD, self._shape, self._weight, self._eps)
 
 
-def _rotated(heads_TXE: Tensor, cosine_T1E: Tensor, sine_T1E: Tensor) -> Tensor:
-    """Rotary embedding; the sign of the rotated half is in the sine."""
-    return (heads_TXE * cosine_T1E).addcmul_(heads_TXE.roll(heads_TXE.shape[-1] // 2, -1), sine_T1E)
-
-
-def _added(hidden_TD: Tensor, input_TF: Tensor, projection: nn.Linear) -> Tensor:
+class _Projection:
     """`hidden + projection(input)`, written into `hidden`."""
-    hidden_TD.addmm_(input_TF, projection.weight.t())
-    return hidden_TD if projection.bias is None else hidden_TD.add_(projection.bias)
+
+    def __init__(self, projection: nn.Linear):
+        self._transposed = projection.weight.detach().t()
+        self._bias = None if projection.bias is None else projection.bias.detach()
+
+    def add_to(self, hidden_TD: Tensor, input_TF: Tensor) -> Tensor:
+        hidden_TD.addmm_(input_TF, self._transposed)
+        return hidden_TD if self._bias is None else hidden_TD.add_(self._bias)
 
 
 def _side_by_side(*projections: nn.Linear) -> tuple[Tensor, Tensor | None]:

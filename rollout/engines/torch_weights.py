@@ -1,0 +1,117 @@
+"""The torch engine's side of a weight transaction: buckets are staged beside the served weights and swapped in at commit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, SharedMemory, TensorSpec, WeightSyncError
+from weight_sync.digests import digest
+from weight_sync.transports.broadcast import BroadcastGroup, join
+from weight_sync.transports.shared_memory import read_bucket
+
+
+class StagedWeights:
+    """What is being received for `model`, whose tensors carry the names of its checkpoint; tied tensors come once.
+
+    Raises:
+        ValueError: the checkpoint's form of a tensor is no view of the one in memory, so it cannot be received in place.
+    """
+
+    def __init__(self, model: PreTrainedModel, version: int):
+        self.version = version
+        self._model = model
+        self.specs = {name: _spec(name, tensor) for name, tensor in _checkpoint_views(model).items()}
+        self._manifest: Manifest | None = None
+        self._staged: dict[str, Tensor] = {}
+        self._group: BroadcastGroup | None = None
+
+    def join(self, group: GroupSpec, rank: int) -> None:
+        self.leave()
+        self._group = join(group, rank)
+
+    def leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def begin(self, manifest: Manifest) -> None:
+        """Raises WeightSyncError naming the first tensor whose name, shape or dtype is not the model's, that comes twice or lacks."""
+        if self._manifest is not None:
+            raise WeightSyncError(f"torch engine: version {self._manifest.version} is still being received; commit or abort it first")
+        seen: set[str] = set()
+        for spec in manifest.tensors:
+            own = self.specs.get(spec.name)
+            if own is None:
+                raise WeightSyncError(f"torch engine refuses version {manifest.version}: tensor {spec.name!r} is not in the model")
+            if spec != own:
+                announced, held = f"{spec.dtype} {list(spec.shape)}", f"{own.dtype} {list(own.shape)}"
+                raise WeightSyncError(f"torch engine refuses version {manifest.version}: tensor {spec.name!r} is {announced}, the engine holds {held}")
+            if spec.name in seen:
+                raise WeightSyncError(f"torch engine refuses version {manifest.version}: tensor {spec.name!r} comes twice")
+            seen.add(spec.name)
+        missing = self.specs.keys() - seen
+        if missing:
+            raise WeightSyncError(f"torch engine refuses version {manifest.version}: {len(missing)} tensors are left out, the first is {min(missing)!r}")
+        self._manifest, self._staged = manifest, {}
+
+    def receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
+        """Copies, so that the sender's memory is free again when this returns."""
+        if self._manifest is None or bucket not in self._manifest.buckets:
+            raise WeightSyncError(f"torch engine: bucket {bucket.index} does not belong to an update that has begun")
+        if isinstance(payload, SharedMemory):
+            self._staged |= {name: tensor.clone() for name, tensor in read_bucket(bucket, payload).items()}
+        elif self._group is None:
+            raise WeightSyncError(f"torch engine: bucket {bucket.index} comes by broadcast, but no group was joined")
+        else:
+            self._staged |= self._group.receive(bucket)
+
+    def prepared(self, digests: bool) -> dict[str, str]:
+        if self._manifest is None:
+            raise WeightSyncError("torch engine: no update has begun")
+        missing = self.specs.keys() - self._staged.keys()
+        if missing:
+            raise WeightSyncError(f"torch engine: version {self._manifest.version} lacks {len(missing)} tensors, the first is {min(missing)!r}")
+        return {name: digest(tensor) for name, tensor in self._staged.items()} if digests else {}
+
+    def commit(self, version: int) -> bool:
+        """Copy into the served tensors; the caller sees to it that no step runs. False when `version` is served already."""
+        if self._manifest is None and version == self.version:
+            return False
+        if self._manifest is None or self._manifest.version != version:
+            raise WeightSyncError(f"torch engine: version {version} is not prepared; it serves version {self.version}")
+        self.prepared(digests=False)
+        with torch.no_grad():
+            for name, view in _checkpoint_views(self._model).items():
+                view.copy_(self._staged[name])
+        self.version = version
+        self._manifest, self._staged = None, {}
+        return True
+
+    def abort(self) -> None:
+        self._manifest, self._staged = None, {}
+        self.leave()
+
+
+def _checkpoint_views(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's tensors as a checkpoint names and cuts them, as views: writing to one writes to the model."""
+    views: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        own = tensor.detach()
+        for part_name, part in revert_weight_conversion(model, {name: own}).items():
+            if part.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+                raise ValueError(
+                    f"the torch engine cannot receive {part_name!r}: in memory it lies within {name!r} in another form; use rollout.engine = 'sglang'"
+                )
+            views[part_name] = part
+    return views
+
+
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
