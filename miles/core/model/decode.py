@@ -62,6 +62,7 @@ class Decoder:
                 copies.append((source, slot, len(row)))
             elif len(row):
                 pending.append((row, slot))
+        self.cache.reserve(max(slots) + 1, max(len(row) for row in rows))  # of the copies too
         for part in _parts(pending):
             self._prefill_packed(part)
         for source, slot, length in copies:
@@ -81,7 +82,6 @@ class Decoder:
 
     def _prefill_packed(self, part: list[tuple[Tensor, int]]) -> None:
         lengths = [len(row) for row, _ in part]
-        self.cache.reserve(max(slot for _, slot in part) + 1, max(lengths))
         counts = torch.tensor(lengths)
         sequence_T = torch.arange(len(part)).repeat_interleave(counts)
         positions_T = torch.cat([torch.arange(length) for length in lengths])
