@@ -73,9 +73,9 @@ def make_backend(
     """A backend that never clips, in float64 unless told otherwise."""
     if dtype == torch.float64:
         # transformers computes norms in float32, a floor of 1e-7 that would hide what these tests look for.
-        Qwen3RMSNorm.forward = _exact_norm  # type: ignore[method-assign]
+        _PATCHED.forward = _exact_norm
     else:
-        Qwen3RMSNorm.forward = _NORM  # type: ignore[method-assign]
+        _PATCHED.forward = _NORM
     return FSDPBackend(
         ModelConfig(path=str(path), **(model or {})),
         TrainerConfig(**({"lr": 1e-3, "clip_norm": float("inf")} | (trainer or {}))),
@@ -106,7 +106,7 @@ def weights(backend: FSDPBackend) -> dict[str, NDArray[Any]]:
 
 def plain_model(path: Path, dtype: torch.dtype = torch.float64) -> Any:
     """The oracle's model: transformers' own attention (eager would compute its softmax in float32), one unpadded sequence at a time."""
-    Qwen3RMSNorm.forward = _exact_norm if dtype == torch.float64 else _NORM  # type: ignore[method-assign]
+    _PATCHED.forward = _exact_norm if dtype == torch.float64 else _NORM
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
 
 
@@ -156,8 +156,14 @@ def kill_rank_1(backend: Any, rank: int) -> None:
     list(backend.weight_tensors([s.name for s in backend.weight_specs()]))
 
 
+def restore_norm() -> None:
+    """Undo what `make_backend` and `plain_model` do to transformers in float64: other tests in this process compare bits."""
+    _PATCHED.forward = _NORM
+
+
 def _exact_norm(self: Qwen3RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
     return self.weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
+_PATCHED: Any = Qwen3RMSNorm
 _NORM = Qwen3RMSNorm.forward
