@@ -134,7 +134,7 @@ def free_folder(base: Path) -> Path:
 
 
 def show(stages: list[Stage], seconds: float) -> None:
-    table = Table(title="words reversed right, of 256 that were in no training data")
+    table = Table(title="share of 256 unseen words reversed right")
     for column in ("", "sampled", "greedy", "seconds", "tokens/s"):
         table.add_column(column, justify="left" if not column else "right")
     for stage in stages:
@@ -151,7 +151,7 @@ def say(text: str) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Make a small model, fine-tune it, train it with GRPO, and show what it learned. About two minutes on 2 cores."
+        description="Make a small model, fine-tune it, train it with GRPO, and show what it learned. A few minutes on 2 cores."
     )
     parser.add_argument("--folder", help="where everything goes; default runs/quickstart, or the next free runs/quickstart-N")
     parser.add_argument("--seed", type=int, default=0)
