@@ -42,6 +42,7 @@ def draw(curves: Curves, title: str) -> Figure:
     rows = -(-len(panels) // _COLUMNS)
     figure = Figure(figsize=(4.6 * _COLUMNS, 2.9 * rows), layout="constrained")
     figure.suptitle(title, parse_math=False)
+    figure.supxlabel("step", fontsize=9)
     for place, (name, metrics) in enumerate(panels, 1):
         axes = figure.add_subplot(rows, _COLUMNS, place)
         for metric in metrics:
