@@ -6,6 +6,7 @@ generator state), so a response that was interrupted goes on with the numbers it
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +56,7 @@ def choose(logits_NV: Tensor, params: RowParams, uniforms_N: Tensor) -> tuple[Te
 
     Args:
         logits_NV: float32.
-        uniforms_N: float64 in [0, 1), from `uniforms`.
+        uniforms_N: float64 in [0, 1 - 2^-52], from `uniforms`.
     Returns:
         `(tokens_N int64, logprobs_N float32)`; log-probs at the row's temperature (1 where greedy), before top-k and top-p.
     Raises:
@@ -69,12 +70,15 @@ def choose(logits_NV: Tensor, params: RowParams, uniforms_N: Tensor) -> tuple[Te
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def uniforms(seed_N: NDArray[np.uint64], place_N: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Independent uniform numbers in [0, 1) with 53 bits: splitmix64's output function over seed, then over seed and place."""
-    with np.errstate(over="ignore"):
-        keys = _mix((seed_N + np.uint64(1)) * _WEYL)
-        bits = _mix(keys + (place_N.astype(np.uint64) + np.uint64(1)) * _WEYL)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def key_of(seed: int) -> np.uint64:
+    """The key of a row's random numbers."""
+    return _mix(np.array([seed % 2**64], np.uint64) * _WEYL + _WEYL)[0]
+
+
+def uniforms(key_N: NDArray[np.uint64], place_N: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The number in [0, 1 - 2^-52] of each row at each place: splitmix64's output function over key and place. Wraps around at 2^64."""
+    bits_N = _mix(place_N.astype(np.uint64) * _WEYL + key_N)
+    return (bits_N >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -86,7 +90,7 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _choose(logits_NV: Tensor, params: RowParams, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
     scaled_NV = _at_temperature(logits_NV, params)
     exp_NV, normalizer_N = softmax_parts(scaled_NV)
-    if not torch.isfinite(normalizer_N).all():
+    if not math.isfinite(float(normalizer_N.sum())):
         raise ValueError("the model's logits are not finite: its weights hold NaN or infinity, or overflow in the forward")
     tokens_N = _sampled(exp_NV, params, uniforms_N)
     if params.greedy:
@@ -107,9 +111,9 @@ def _sampled(weights_NV: Tensor, params: RowParams, uniforms_N: Tensor) -> Tenso
     if params.filtered:
         weights_NV = _filter(weights_NV, params)
     cumulative_NV = weights_NV.cumsum(-1, dtype=torch.float64)
-    total_N = cumulative_NV[:, -1]
-    threshold_N = torch.minimum(uniforms_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
-    return torch.searchsorted(cumulative_NV, threshold_N[:, None], right=True).squeeze(1)
+    # A uniform is at most 1 - 2^-52, so its product with the total is below the total, rounded too.
+    threshold_N1 = cumulative_NV[:, -1:] * uniforms_N[:, None]
+    return torch.searchsorted(cumulative_NV, threshold_N1, right=True).squeeze(1)
 
 
 def _filter(weights_NV: Tensor, params: RowParams) -> Tensor:

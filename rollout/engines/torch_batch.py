@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from miles.core.model.decode import Decoder
 from rollout.engines.contracts import Generation, Request
-from rollout.engines.sampling import RowParams, choose, uniforms
+from rollout.engines.sampling import RowParams, choose, key_of, uniforms
 
 Finish = Literal["stop", "length", "abort"]
 _GROWTH = 256  # tokens
@@ -46,7 +46,7 @@ class RunningBatch:
             "place": np.zeros(max_rows, np.int64),
             "last": np.zeros(max_rows, np.int64),
             "made": np.zeros(max_rows, np.int64),
-            "seed": np.zeros(max_rows, np.uint64),
+            "key": np.zeros(max_rows, np.uint64),
             "stops": np.full((max_rows, 1), -1, np.int64),
             "tokens": np.zeros((max_rows, _GROWTH), np.int64),
             "logprobs": np.zeros((max_rows, _GROWTH), np.float32),
@@ -72,7 +72,7 @@ class RunningBatch:
             "place": len(request.generated),
             "last": min(request.sampling.max_new_tokens, room) - 1,
             "made": 0,
-            "seed": np.uint64(request.sampling.seed % 2**64),
+            "key": key_of(request.sampling.seed),
             "stops": -1,
         }
         for name, value in values.items():
@@ -90,7 +90,7 @@ class RunningBatch:
         self._prefill()
         slots = {name: values[:count] for name, values in self._slots.items()}
         logits_NV = self._decoder.step(torch.from_numpy(slots["input"]), torch.from_numpy(slots["position"]))
-        draws_N = torch.from_numpy(uniforms(slots["seed"], slots["place"]))
+        draws_N = torch.from_numpy(uniforms(slots["key"], slots["place"]))
         tokens_N, logprobs_N = (x.numpy() for x in choose(logits_NV, self._row_params(), draws_N))
         self._record(tokens_N, logprobs_N, version)
         stopped_N = (tokens_N[:, None] == slots["stops"]).any(1)

@@ -95,16 +95,18 @@ class Decoder:
         rotary = self._rotary(hidden, positions_T)
         if self._lean is not None:
             return self._lean(hidden[0], rotary, rows)
+        rotary = [table_TE[None] for table_TE in rotary]
         for layer in self._body.layers:
             hidden = layer(hidden, attention_mask=None, position_ids=None, position_embeddings=rotary, use_cache=False, rows=rows)
         return self._body.norm(hidden)[0]
 
-    def _rotary(self, hidden: Tensor, positions_T: Tensor) -> tuple[Tensor, ...]:
-        """Cosines and sines [1, T, E] from a table of the cache's capacity, computed with the model's own module."""
-        if not self._rotary_CE or len(self._rotary_CE[0]) < self.cache.capacity:
+    def _rotary(self, hidden: Tensor, positions_T: Tensor) -> Sequence[Tensor]:
+        """Cosines and sines [T, E] from a table of the cache's capacity, computed with the model's own module."""
+        if not self._rotary_CE or self._rotary_CE[0].shape[0] < self.cache.capacity:
             every = torch.arange(max(self.cache.capacity, 1), device=hidden.device)
-            self._rotary_CE = tuple(table[0] for table in self._body.rotary_emb(hidden, every[None]))
-        return tuple(table_CE.index_select(0, positions_T)[None] for table_CE in self._rotary_CE)
+            cosine_CE, sine_CE = (table[0] for table in self._body.rotary_emb(hidden, every[None]))
+            self._rotary_CE = (cosine_CE, sine_CE) if self._lean is None else self._lean.rotary_table(cosine_CE, sine_CE)
+        return [table_CE.index_select(0, positions_T) for table_CE in self._rotary_CE]
 
     @torch.inference_mode()
     def _check_body(self) -> None:

@@ -106,23 +106,22 @@ class PrefillRows:
 
 
 class KVCache(SlotCache):
-    """Transposed keys [slots, G, E, capacity] (their product is the faster so) and values [slots, G, capacity, E]."""
+    """Keys and values [slots, G, capacity, E]."""
 
     def copy(self, source: int, slot: int, length: int) -> None:
-        for keys, values in zip(self.keys, self.values, strict=True):
-            keys[slot, :, :, :length] = keys[source, :, :, :length]
-            values[slot, :, :length] = values[source, :, :length]
+        for storage in (*self.keys, *self.values):
+            storage[slot, :, :length] = storage[source, :, :length]
 
     def write(self, layer: int, slots_T: Tensor, positions_T: Tensor, key_TGE: Tensor, value_TGE: Tensor) -> None:
-        self.keys[layer][slots_T, :, :, positions_T] = key_TGE
+        self.keys[layer][slots_T, :, positions_T] = key_TGE
         self.values[layer][slots_T, :, positions_T] = value_TGE
 
     def attend(self, layer: int, query_NHE: Tensor, rows: StepRows, scaling: float, window: int | None) -> Tensor:
-        count = len(query_NHE)
-        keys_BET = self.keys[layer][:count, :, :, : rows.length].flatten(0, 1)
+        count = query_NHE.shape[0]
+        keys_BTE = self.keys[layer][:count, :, : rows.length].flatten(0, 1)
         values_BTE = self.values[layer][:count, :, : rows.length].flatten(0, 1)
         query_BRE = query_NHE.reshape(count * self.heads, -1, self.width)
-        scores_BRT = torch.baddbmm(rows.mask(window), query_BRE, keys_BET, alpha=scaling)
+        scores_BRT = torch.baddbmm(rows.mask(window), query_BRE, keys_BTE.transpose(1, 2), alpha=scaling)
         return torch.bmm(scores_BRT.softmax(-1), values_BTE).view(count, -1, self.width)
 
     def mask(self, positions_N: Tensor, window: int | None) -> Tensor:
@@ -131,10 +130,10 @@ class KVCache(SlotCache):
         return _additive(hidden_NT, self._dtype).repeat_interleave(self.heads, 0)[:, None]
 
     def _empty_keys(self, rows: int, length: int) -> Tensor:
-        return torch.zeros(rows, self.heads, self.width, length, dtype=self._dtype, device=self._device)
+        return torch.zeros(rows, self.heads, length, self.width, dtype=self._dtype, device=self._device)
 
     def _empty_values(self, rows: int, length: int) -> Tensor:
-        return torch.zeros(rows, self.heads, length, self.width, dtype=self._dtype, device=self._device)
+        return self._empty_keys(rows, length)
 
 
 class TiledKVCache(SlotCache):

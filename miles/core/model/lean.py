@@ -25,23 +25,27 @@ def lean_layers(body: Any) -> LeanLayers | None:
 
 
 class LeanLayers:
-    """Call with embeddings [T, D], which it overwrites, cosines and sines [1, T, E] and an attention context."""
+    """Call with embeddings [T, D], which it overwrites, the rotary table's rows [T, E] and an attention context."""
 
     def __init__(self, body: Any):
         self._layers = [_LeanLayer(layer) for layer in body.layers]
-        self._norm = _Norm(body.norm)
+        self._norm = _Norm(body.norm.weight, body.norm.variance_epsilon)
 
     def __call__(self, hidden_TD: Tensor, rotary: Sequence[Tensor], rows: Any) -> Tensor:
-        cosine_1TE, sine_1TE = rotary
-        half = sine_1TE.shape[-1] // 2
-        cosine_T1E = cosine_1TE[0, :, None]
-        sine_T1E = torch.cat((-sine_1TE[0, :, :half], sine_1TE[0, :, half:]), -1)[:, None]
+        cosine_T1E, sine_T1E = (table_TE[:, None] for table_TE in rotary)
         for layer in self._layers:
             hidden_TD = layer(hidden_TD, cosine_T1E, sine_T1E, rows)
         return self._norm(hidden_TD)
 
+    @staticmethod
+    def rotary_table(cosine_CE: Tensor, sine_CE: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotating turns the second half's sign: here the sine has it."""
+        half = sine_CE.shape[-1] // 2
+        return cosine_CE, torch.cat((-sine_CE[:, :half], sine_CE[:, half:]), -1)
+
     def refresh(self) -> None:
-        """Call after parameters were written in place: the norms of query and key heads are one tensor here, a copy."""
+        """Call after parameters were written in place: the norms hold scaled copies of their weights."""
+        self._norm.refresh()
         for layer in self._layers:
             layer.refresh()
 
@@ -49,47 +53,61 @@ class LeanLayers:
 class _LeanLayer:
     def __init__(self, layer: Any):
         attention, mlp = layer.self_attn, layer.mlp
-        self._attention = attention
         self._number: int = attention.layer_idx
         self._scaling: float = attention.scaling
         self._width: int = attention.head_dim
         self._window: int | None = getattr(attention, "sliding_window", None)
         self._heads = attention.q_proj.out_features // self._width
-        self._rotated_heads = self._heads + attention.k_proj.out_features // self._width
-        self._input_norm, self._mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        groups = attention.k_proj.out_features // self._width
+        self._rotated_heads = self._heads + groups
         self._qkv = _side_by_side(attention.q_proj, attention.k_proj, attention.v_proj)
         self._gate_up = _side_by_side(mlp.gate_proj, mlp.up_proj)
         self._output, self._down = _Projection(attention.o_proj), _Projection(mlp.down_proj)
         self._activation = silu if isinstance(mlp.act_fn, (nn.SiLU, SiLUActivation)) else mlp.act_fn
-        self.refresh()
+        self._norms = [_Norm(norm.weight, norm.variance_epsilon) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        if hasattr(attention, "q_norm"):
+            query_norm, key_norm = attention.q_norm, attention.k_norm
+            heads = [query_norm.weight] * self._heads + [key_norm.weight] * groups
+            self._norms.append(_Norm(heads, query_norm.variance_epsilon))
 
     def refresh(self) -> None:
-        self._head_norm_XE: Tensor | None = None
-        if hasattr(self._attention, "q_norm"):
-            query_E, key_E = self._attention.q_norm.weight.detach(), self._attention.k_norm.weight.detach()
-            self._head_norm_XE = torch.cat((query_E.expand(self._heads, -1), key_E.expand(self._rotated_heads - self._heads, -1)))
-            self._head_norm_eps: float = self._attention.q_norm.variance_epsilon
+        for norm in self._norms:
+            norm.refresh()
 
     def __call__(self, hidden_TD: Tensor, cosine_T1E: Tensor, sine_T1E: Tensor, rows: Any) -> Tensor:
-        qkv_TXE = linear(self._input_norm(hidden_TD), *self._qkv).view(hidden_TD.shape[0], -1, self._width)
+        input_norm, mlp_norm, *head_norm = self._norms
+        qkv_TXE = linear(input_norm(hidden_TD), *self._qkv).view(hidden_TD.shape[0], -1, self._width)
         rotated_TXE = qkv_TXE[:, : self._rotated_heads]
-        if self._head_norm_XE is not None:
-            rotated_TXE = torch.rms_norm(rotated_TXE, (self._width,), None, self._head_norm_eps).mul_(self._head_norm_XE)
-        # Rotary embedding; the sign of the half that turns is in the sine.
+        if head_norm:
+            rotated_TXE = head_norm[0](rotated_TXE)
         rotated_TXE = (rotated_TXE * cosine_T1E).addcmul_(rotated_TXE.roll(self._width // 2, -1), sine_T1E)
         query_THE, key_TGE, value_TGE = rotated_TXE[:, : self._heads], rotated_TXE[:, self._heads :], qkv_TXE[:, self._rotated_heads :]
         output_THE = rows.attend(self._number, query_THE, key_TGE, value_TGE, self._scaling, 0.0, self._window)
         hidden_TD = self._output.add_to(hidden_TD, output_THE.flatten(1))
-        gate_TF, up_TF = linear(self._mlp_norm(hidden_TD), *self._gate_up).chunk(2, -1)
+        gate_TF, up_TF = linear(mlp_norm(hidden_TD), *self._gate_up).chunk(2, -1)
         return self._down.add_to(hidden_TD, self._activation(gate_TF).mul_(up_TF))
 
 
 class _Norm:
-    def __init__(self, norm: Any):
-        self._weight, self._eps, self._shape = norm.weight.detach(), norm.variance_epsilon, tuple(norm.weight.shape)
+    """RMS norm over the last dimension in four calls: x / sqrt(mean(x^2) + eps) = x sqrt(D) / hypot(|x|, sqrt(D eps)).
 
-    def __call__(self, hidden_TD: Tensor) -> Tensor:
-        return torch.rms_norm(hidden_TD, self._shape, self._weight, self._eps)
+    `weight` is [D], or a list of such, one for each head of [..., X, D]. Narrower dtypes than float32 take torch's own.
+    """
+
+    def __init__(self, weight: Tensor | list[Tensor], eps: float):
+        self._source, self._eps = weight, eps
+        self.refresh()
+
+    def refresh(self) -> None:
+        weight = torch.stack(self._source) if isinstance(self._source, list) else self._source
+        self._weight, self._size = weight.detach(), weight.shape[-1]
+        self._scaled = self._weight * self._size**0.5
+        self._floor = torch.tensor((self._size * self._eps) ** 0.5, dtype=weight.dtype, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return torch.rms_norm(x, (self._size,), None, self._eps).mul_(self._weight)
+        return x.div(torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self._floor)).mul_(self._scaled)
 
 
 class _Projection:

@@ -49,7 +49,7 @@ def softmax_parts(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
     Engines and trainers share it, so that equal logits give equal log-probabilities whatever the number of rows.
     """
-    if len(logits_NV) == 1:  # the sum of a single row would be split over threads, which rounds differently
+    if logits_NV.shape[0] == 1:  # the sum of a single row would be split over threads, which rounds differently
         exp_2V, normalizer_2 = softmax_parts(logits_NV.expand(2, -1))
         return exp_2V[:1], normalizer_2[:1]
     top_N1 = logits_NV.amax(-1, keepdim=True)
