@@ -15,6 +15,7 @@ from miles.core.model.config import ModelConfig
 from rollout.config import RolloutConfig
 
 LOADER = "rollout.engines.sglang_loader.load_file"
+INVARIANT = "rollout.engines.sglang_invariant:install"
 
 # SGLang keeps up to 8 positions of its context for itself; offering that much more lets a sequence fill ours to the last token.
 CONTEXT_SLACK = 8
@@ -58,7 +59,11 @@ def model_facts(model: ModelConfig) -> ModelFacts:
 
 
 def server_arguments(model: ModelConfig, rollout_config: RolloutConfig, facts: ModelFacts, weight_version: int) -> dict[str, Any]:
-    """SGLang's ServerArgs by name; `rollout.sglang_args` has the last word. Host, port and API key are not among them."""
+    """SGLang's ServerArgs by name; `rollout.sglang_args` has the last word. Host, port and API key are not among them.
+
+    Raises:
+        ValueError: `model.true_on_policy` on a GPU or with tensor parallelism.
+    """
     arguments: dict[str, Any] = {
         "model_path": str(facts.folder),
         "dtype": model.dtype,
@@ -74,10 +79,18 @@ def server_arguments(model: ModelConfig, rollout_config: RolloutConfig, facts: M
         arguments |= _cpu_arguments(rollout_config, facts)
     elif rollout_config.gpus_per_engine > 1:
         arguments["tp_size"] = int(rollout_config.gpus_per_engine)
-    return arguments | rollout_config.sglang_args
+    if model.true_on_policy:
+        arguments["enable_deterministic_inference"] = True
+    arguments |= rollout_config.sglang_args
+    if model.true_on_policy and (rollout_config.gpus_per_engine > 0 or int(arguments.get("tp_size", 1)) > 1):
+        raise ValueError(
+            f"model.true_on_policy with rollout.engine = 'sglang' needs one rank on CPU, but gpus_per_engine = {rollout_config.gpus_per_engine:g} and "
+            f"tp_size = {arguments.get('tp_size', 1)}: set them to 0 and 1, or true_on_policy = false"
+        )
+    return arguments
 
 
-def server_environment(rollout_config: RolloutConfig, facts: ModelFacts, arguments: dict[str, Any], scratch: Path) -> dict[str, str]:
+def server_environment(model: ModelConfig, rollout_config: RolloutConfig, facts: ModelFacts, arguments: dict[str, Any], scratch: Path) -> dict[str, str]:
     """The server's whole environment. Its sockets and temporary files go to `scratch`, which goes when the engine does."""
     root = str(Path(rollout.__file__).resolve().parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -90,6 +103,8 @@ def server_environment(rollout_config: RolloutConfig, facts: ModelFacts, argumen
         ranks = int(arguments.get("tp_size", 1))
         if ranks > 1:  # SGLang cannot share out the cores of one NUMA node by itself
             environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_by_rank(ranks, rollout_config.threads))
+    if model.true_on_policy:
+        environment["MILES_SGLANG_EXTENSION"] = INVARIANT
     return environment
 
 

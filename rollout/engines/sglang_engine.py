@@ -29,7 +29,8 @@ class SGLangEngine:
 
     Log-probs are SGLang's own: of the distribution at the sampling temperature (at 1 when greedy), before top-k and top-p, as the
     contract asks. Seeds count only in SGLang's deterministic mode (`rollout.sglang_args.enable_deterministic_inference = true`);
-    tokens then depend on seed and position, log-probs in the last bits still on the batch.
+    tokens then depend on seed and position, log-probs in the last bits still on the batch. With `model.true_on_policy` (CPU, float32)
+    that mode is on and the log-probs are exactly the trainer's, see `sglang_invariant.py`.
 
     Weight versions are exact for every token on CPU. On a GPU, where SGLang computes one step ahead, an update in place may give
     the first token after it the new version though the old weights made it. On a GPU this engine was not measured.
@@ -40,6 +41,7 @@ class SGLangEngine:
     """
 
     def __init__(self, model: ModelConfig, rollout: RolloutConfig, *, log_folder: Path, weight_version: int = 0) -> None:
+        self._model = model
         self._rollout = rollout
         self._facts = model_facts(model)
         self._arguments = server_arguments(model, rollout, self._facts, weight_version)
@@ -77,7 +79,7 @@ class SGLangEngine:
         Raises:
             EngineError: SGLang is not installed, or did not come up; the message ends with its log.
         """
-        await self._server.start(self._arguments, lambda scratch: server_environment(self._rollout, self._facts, self._arguments, scratch))
+        await self._server.start(self._arguments, lambda scratch: server_environment(self._model, self._rollout, self._facts, self._arguments, scratch))
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """See `Engine.generate`. Waits while the engine is paused. `rollout.timeout_s` is the deadline."""

@@ -48,6 +48,13 @@ def test_on_a_gpu_sglang_chooses_device_and_backend(tiny_model: Path) -> None:
     assert not {"device", "attention_backend", "max_total_tokens"} & arguments.keys()
 
 
+@pytest.mark.parametrize("rollout", [{"gpus_per_engine": 1}, {"sglang_args": {"tp_size": 2}}], ids=["gpu", "tensor parallel"])
+def test_true_on_policy_is_refused_where_it_would_not_be_exact(tiny_model: Path, rollout: dict) -> None:
+    model = ModelConfig(path=str(tiny_model), true_on_policy=True)
+    with pytest.raises(ValueError, match="true_on_policy"):
+        server_arguments(model, RolloutConfig(engine="sglang", **rollout), facts_of(tiny_model), 0)
+
+
 def test_the_recipe_has_the_last_word(tiny_model: Path) -> None:
     assert arguments_of(tiny_model, sglang_args={"max_total_tokens": 99})["max_total_tokens"] == 99
 
@@ -55,7 +62,7 @@ def test_the_recipe_has_the_last_word(tiny_model: Path) -> None:
 def test_two_ranks_on_a_cpu_get_cores_of_their_own(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5, 6, 7})
     rollout = RolloutConfig(engine="sglang", threads=2)
-    environment = server_environment(rollout, facts_of(tiny_model), {"tp_size": 2}, tmp_path)
+    environment = server_environment(ModelConfig(path=str(tiny_model)), rollout, facts_of(tiny_model), {"tp_size": 2}, tmp_path)
     assert (environment["SGLANG_CPU_OMP_THREADS_BIND"], environment["OMP_NUM_THREADS"]) == ("4,5|6,7", "2")
 
 

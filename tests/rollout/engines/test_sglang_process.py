@@ -9,13 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from miles.core.model.batch_invariant import make_batch_invariant
 from miles.core.model.config import ModelConfig
+from miles.core.model.load import load_model
+from miles.core.model.packed import packed_logprobs
 from rollout.config import RolloutConfig
-from rollout.engines.contracts import EngineError
+from rollout.engines.contracts import EngineError, Generation, Request
 from rollout.engines.sglang_engine import SGLangEngine
 from rollout.engines.sglang_launcher import group_members
 from tests.conformance.engine_bench import Bench, changed, request
@@ -23,15 +29,15 @@ from tests.conformance.engine_bench import Bench, changed, request
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 
-def engine_for(model: Path, log_folder: Path, version: int = 0, **sglang_args: object) -> SGLangEngine:
+def engine_for(model: Path, log_folder: Path, version: int = 0, exact: bool = False, **sglang_args: object) -> SGLangEngine:
     rollout = RolloutConfig(engine="sglang", max_running=8, timeout_s=60, sglang_args=dict(sglang_args))
-    return SGLangEngine(ModelConfig(path=str(model)), rollout, log_folder=log_folder, weight_version=version)
+    return SGLangEngine(ModelConfig(path=str(model), true_on_policy=exact), rollout, log_folder=log_folder, weight_version=version)
 
 
 @pytest.fixture(scope="module")
 def doomed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    """A server in deterministic mode at weight version 7. The last test of this module kills it."""
-    engine = engine_for(tiny_model, tmp_path_factory.mktemp("doomed"), 7, enable_deterministic_inference=True)
+    """A server with batch-invariant operators at weight version 7. The last test with it kills it."""
+    engine = engine_for(tiny_model, tmp_path_factory.mktemp("doomed"), 7, exact=True)
     try:
         asyncio.run(engine.start())
         yield engine
@@ -39,7 +45,7 @@ def doomed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         asyncio.run(engine.close())
 
 
-def test_in_deterministic_mode_a_seed_gives_the_same_tokens_beside_any_others(doomed: SGLangEngine) -> None:
+def test_a_seed_gives_the_same_tokens_beside_any_others(doomed: SGLangEngine) -> None:
     alone = asyncio.run(doomed.generate([request(new=32, seed=5)]))[0]
     among = asyncio.run(doomed.generate([request(6 + i, new=32, seed=i) for i in range(4)] + [request(new=32, seed=5)]))[-1]
     other = asyncio.run(doomed.generate([request(new=32, seed=6)]))[0]
@@ -50,6 +56,38 @@ def test_a_seeded_response_that_was_cut_goes_on_with_the_same_tokens(doomed: SGL
     whole = asyncio.run(doomed.generate([request(new=32, seed=5)]))[0].tokens.tolist()
     rest = asyncio.run(doomed.generate([request(new=32, seed=5, generated=whole[:9])]))[0]
     assert rest.tokens.tolist() == whole[9:]
+
+
+def _trainer_logprobs(folder: Path, requests: list[Request], made: list[Generation]) -> np.ndarray:
+    """As a `true_on_policy` trainer scores the same tokens: packed in one row, with its batch-invariant operators."""
+    model = load_model(folder)
+    make_batch_invariant(model)
+    sequences = [torch.tensor(np.concatenate([r.prompt, r.generated, g.tokens])) for r, g in zip(requests, made, strict=True)]
+    lengths = torch.tensor([len(s) for s in sequences])
+    ends = lengths.cumsum(0).tolist()
+    scored = torch.cat([torch.arange(end - len(g.tokens), end) for end, g in zip(ends, made, strict=True)])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    with torch.no_grad():
+        return packed_logprobs(model, torch.cat(sequences), positions, rows, scored, requests[0].sampling.temperature, 256)[0].numpy()
+
+
+def _largest_difference(engine: SGLangEngine, folder: Path, temperature: float) -> float:
+    requests = [request(3 + 5 * i, new=40 + i, seed=i, temperature=temperature, start=i // 2) for i in range(8)]
+    made = asyncio.run(engine.generate(requests))
+    cut = [replace(r, generated=g.tokens[:11]) for r, g in zip(requests[:3], made[:3], strict=True)]
+    again = asyncio.run(engine.generate(cut))  # a prefill that ends inside the response, and prefixes found in the cache
+    recorded = np.concatenate([g.logprobs for g in made + again])
+    return float(np.abs(recorded - _trainer_logprobs(folder, requests + cut, made + again)).max())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_true_on_policy_logprobs_are_the_trainers_bit_for_bit(doomed: SGLangEngine, tiny_model: Path, temperature: float) -> None:
+    assert _largest_difference(doomed, tiny_model, temperature) == 0.0
+
+
+def test_without_the_batch_invariant_operators_they_are_not(sglang_engine: SGLangEngine, tiny_model: Path) -> None:
+    assert 0.0 < _largest_difference(sglang_engine, tiny_model, 1.0) < 2e-5
 
 
 def test_the_first_tokens_carry_the_version_the_engine_was_started_with(doomed: SGLangEngine) -> None:

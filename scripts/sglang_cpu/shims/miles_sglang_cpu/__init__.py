@@ -1,4 +1,4 @@
-"""Plugin that SGLang loads in each of its processes (entry point `sglang.srt.plugins`). It does something on CPU only."""
+"""Plugin that SGLang loads in each of its processes (entry point `sglang.srt.plugins`). It does something on CPU, or when asked to."""
 
 import importlib
 import os
@@ -8,6 +8,9 @@ def register():
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         _lora_without_pinned_memory()
         _deterministic_with_torch_native()
+    if extension := os.environ.get("MILES_SGLANG_EXTENSION"):  # module:function of the engine that started this server
+        module, _, function = extension.partition(":")
+        getattr(importlib.import_module(module), function)()
 
 
 def _lora_without_pinned_memory():
