@@ -8,9 +8,9 @@ responses too, and some prompts share a prefix that the radix cache serves.
 
 Found on 2 busy cores, Qwen3 architecture with 0.15M parameters, float32, 2,544 tokens at each temperature (1 and 0.7): SGLang's own
 operators 7.2e-07, 46% of the tokens differ; batch-invariant ones 0.0, none differs, at about half the tokens per second (attention
-then loops over requests in Python, as SGLang's own `torch_native` backend does too). Norms, rotary embedding and embedding needed no
-replacement. What made a difference: linear layers, of which SGLang fuses several into one product; SiLU; attention; the output head,
-which SGLang pads to a multiple of 64 rows; and the normaliser of the log-probability. The same is a test, in
+then loops over requests in Python, as SGLang's own `torch_native` backend does too). Replaced are linear layers (SGLang fuses several
+into one product), SiLU, attention, the output head (SGLang pads it to a multiple of 64 rows) and the normaliser of the log-probability;
+norms, rotary embedding and embedding needed nothing. The same is a test, in
 `tests/rollout/engines/test_sglang_process.py`, and `miles rl` checks it at every step of a `true_on_policy` run.
 """
 
