@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from weight_sync.contracts import Manifest, WeightSyncError
@@ -84,29 +84,39 @@ async def call_trainer(trainer: Trainer, timeout_s: float, fn: Callable[..., Any
 
 def reason(error: BaseException) -> str:
     """An error in one line. Actors wrap what was raised in them: a WeightSyncError inside says it best."""
-    inner: BaseException | None = error
-    while inner is not None:
+    for inner in causes(error):
         if isinstance(inner, WeightSyncError):
             return " ".join(str(inner).split())
-        cause = getattr(inner, "cause", None)  # Ray's own link to the original
-        inner = cause if isinstance(cause, BaseException) else inner.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, TimeoutError) and not lines:
         return "no answer in time"
     return ": ".join([type(error).__name__, *lines[:2]])
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """`error` and what it came from, outermost first."""
+    inner: BaseException | None = error
+    while inner is not None:
+        yield inner
+        cause = getattr(inner, "cause", None)  # Ray's own link to the original
+        inner = cause if isinstance(cause, BaseException) else inner.__cause__
+
+
 async def until_first_failure(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Wait for all `tasks`, or raise as soon as one fails, the earlier in the sequence first. The others go on; should they fail
     later, that is taken as a consequence and not reported."""
-    for task in tasks:
-        task.add_done_callback(_mark_retrieved)
+    take_as_consequences(tasks)
     await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for error in failures(tasks):
+        raise error
+
+
+def failures(tasks: Sequence[asyncio.Task[Any]]) -> list[BaseException]:
+    """What those of `tasks` that failed so far raised, in order."""
+    return [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception()) is not None]
+
+
+def take_as_consequences(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Keep asyncio from reporting failures of `tasks` that nobody asks for."""
     for task in tasks:
-        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            raise error
-
-
-def _mark_retrieved(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -71,9 +71,7 @@ class WeightSync:
         self._trainer = trainer
         self._engines = engines
         self._journal = Journal(journal_path)
-        # A run that is started again finds its own leftovers by this prefix, and no other run's.
-        prefix = "miles-weights-" + hashlib.sha256(str(journal_path.absolute()).encode()).hexdigest()[:16]
-        self._transport = make_transport(config, trainer, engines, prefix=prefix, address=address, backend=backend)
+        self._transport = make_transport(config, trainer, engines, prefix=run_prefix(journal_path), address=address, backend=backend)
         self._verified: set[int] = set()
         self._lock = asyncio.Lock()
 
@@ -223,3 +221,8 @@ class WeightSync:
     async def _failures(self, engine_ids: Sequence[int], method: str, *args: object) -> dict[int, str]:
         results = await call_each(self._engines, engine_ids, self._config.timeout_s, method, *args)
         return {i: f"{method}: {reason(r)}" for i, r in results.items() if isinstance(r, BaseException)}
+
+
+def run_prefix(journal_path: Path) -> str:
+    """How this run's files and groups are called: one that is started again finds its own leftovers by it, and no other run's."""
+    return "miles-weights-" + hashlib.sha256(str(journal_path.absolute()).encode()).hexdigest()[:16]

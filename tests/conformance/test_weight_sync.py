@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.weight_sync.cast import Cast, publish
+from tests.weight_sync.cast import Cast, files_of, publish
 from tests.weight_sync.processes import Process
 from weight_sync.buckets import plan
 from weight_sync.contracts import Manifest, TensorSpec, WeightSyncError
 from weight_sync.gather import export_specs
-from weight_sync.transports.tensor_transport import FOLDER
 
 TRANSPORTS = ["tensor", "broadcast"]
 
 
 @pytest.fixture(autouse=True)
-def no_file_is_left() -> Iterator[None]:
+def no_file_is_left(tmp_path: Path) -> Iterator[None]:
     yield
-    assert list(FOLDER.glob("miles-weights-*")) == []
+    assert files_of(tmp_path / "journal") == []
 
 
 @pytest.fixture(scope="module")

@@ -12,22 +12,21 @@ from typing import Any
 
 import pytest
 
-from tests.weight_sync.cast import Cast, publish
+from tests.weight_sync.cast import Cast, files_of, publish
 from tests.weight_sync.parts import die_at_tensor, limit_file_size, move_weights
 from tests.weight_sync.processes import CONTEXT, DEADLINE_S, EngineProcesses, TrainerProcesses
 from weight_sync.contracts import SharedMemory, WeightSyncError
 from weight_sync.journal import Journal
 from weight_sync.transaction import UpdateAborted, WeightSync
-from weight_sync.transports.tensor_transport import FOLDER
 
 TRANSPORTS = ["tensor", "broadcast"]
 BEFORE_THE_JOURNAL = ["pause", "weights_begin", "weights_receive", "weights_prepared"]
 
 
 @pytest.fixture(autouse=True)
-def no_file_is_left() -> Iterator[None]:
+def no_file_is_left(tmp_path: Path) -> Iterator[None]:
     yield
-    assert list(FOLDER.glob("miles-weights-*")) == []
+    assert files_of(tmp_path / "journal") == []
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +38,9 @@ def shared_cast(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def cast(shared_cast: Cast) -> Iterator[Cast]:
-    """Two ranks and two living engines; engines that a test killed are replaced after it."""
+    """Two ranks and two living engines; what a test broke is mended after it."""
     yield shared_cast
-    shared_cast.replace_the_dead()
+    shared_cast.mend()
 
 
 def served(journal: Path) -> int | None:
@@ -226,6 +225,12 @@ def drive_and_die(ranks: list[str], engines: dict[int, str], journal: Path, tran
     publish(WeightSync(Cast.config(transport), journal, TrainerProcesses(ranks), DyingEngines(engines, method)), version)
 
 
+async def recover(sync: WeightSync) -> dict[int, str]:
+    dead = await sync.recover()
+    await sync.close()
+    return dead
+
+
 @pytest.mark.parametrize(("method", "advanced"), [("weights_receive", 0), ("weights_prepared", 0), ("weights_commit", 1)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_engines_that_outlive_the_driver_are_brought_to_the_journals_version(cast: Cast, tmp_path: Path, transport: str, method: str, advanced: int) -> None:
@@ -239,13 +244,7 @@ def test_engines_that_outlive_the_driver_are_brought_to_the_journals_version(cas
     driver.join(DEADLINE_S)
     assert driver.exitcode == -signal.SIGKILL
 
-    async def recover() -> dict[int, str]:
-        sync = cast.sync(journal, transport)
-        dead = await sync.recover()
-        await sync.close()
-        return dead
-
-    assert asyncio.run(recover()) == {}
+    assert asyncio.run(recover(cast.sync(journal, transport))) == {}
     assert served(journal) == version + advanced
     check_all_serve_the_journals_version(cast, journal)
     assert cast.held() == dict.fromkeys([0, 1], new if advanced else old)
@@ -280,12 +279,12 @@ def test_a_journal_that_cannot_be_written_aborts_the_update(cast: Cast, tmp_path
 def test_what_an_earlier_driver_left_in_shared_memory_is_removed(cast: Cast, tmp_path: Path) -> None:
     addresses = {i: engine.address for i, engine in cast.engines.processes.items()}
     journal, version = tmp_path / "journal", cast.next_version()
-    driver = CONTEXT.Process(target=drive_and_die, args=([r.address for r in cast.ranks], addresses, journal, "tensor", version, "weights_prepared"))
+    driver = CONTEXT.Process(target=drive_and_die, args=([r.address for r in cast.ranks], addresses, journal, "tensor", version, "weights_receive"))
     driver.start()
     driver.join(DEADLINE_S)
-    left = list(FOLDER.glob("miles-weights-*"))
-    publish(cast.sync(journal, "tensor"), version)
-    assert not any(path.exists() for path in left)
+    assert files_of(journal)
+    asyncio.run(recover(cast.sync(journal, "tensor")))
+    assert not files_of(journal)
 
 
 def test_without_an_engine_nothing_is_published(cast: Cast, tmp_path: Path) -> None:

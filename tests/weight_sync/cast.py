@@ -9,7 +9,8 @@ from typing import Any
 from tests.weight_sync.parts import Engine, Rank, export_shas, move_weights
 from tests.weight_sync.processes import EngineProcesses, Process, TrainerProcesses
 from weight_sync.config import WeightSyncConfig
-from weight_sync.transaction import PublishResult, WeightSync
+from weight_sync.transaction import PublishResult, WeightSync, run_prefix
+from weight_sync.transports.tensor_transport import FOLDER
 
 
 class Cast:
@@ -56,9 +57,13 @@ class Cast:
         self.engines.processes[engine_id].kill()
         self.engines.processes[engine_id] = self._new_engine()
 
-    def replace_the_dead(self) -> None:
+    def mend(self) -> None:
+        """Replace dead engines and end what a test left open on the others."""
         for engine_id, engine in self.engines.processes.items():
-            if not engine.alive:
+            if engine.alive:
+                engine.call("weights_abort")
+                engine.call("resume")
+            else:
                 self.engines.processes[engine_id] = self._new_engine()
 
     def close(self) -> None:
@@ -79,3 +84,8 @@ def publish(sync: WeightSync, version: int) -> PublishResult:
             await sync.close()
 
     return asyncio.run(run())
+
+
+def files_of(journal: Path) -> list[Path]:
+    """Bucket files of the run with this journal that are still there."""
+    return list(FOLDER.glob(f"{run_prefix(journal)}-*"))

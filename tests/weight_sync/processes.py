@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -45,6 +46,7 @@ class Process:
     def kill(self) -> None:
         self._process.kill()
         self._process.join(DEADLINE_S)
+        shutil.rmtree(Path(self.address).parent, ignore_errors=True)
 
     @property
     def alive(self) -> bool:
@@ -79,7 +81,7 @@ class EngineProcesses:
     """The `Engines` of weight_sync over engine processes or their addresses."""
 
     def __init__(self, processes: dict[int, Process] | dict[int, str]) -> None:
-        self.processes = dict(processes)
+        self.processes: dict[int, Any] = dict(processes)
 
     @property
     def engine_ids(self) -> Sequence[int]:
@@ -95,7 +97,7 @@ class TrainerProcesses:
     """The `Trainer` of weight_sync over rank processes or their addresses."""
 
     def __init__(self, processes: Sequence[Process] | Sequence[str]) -> None:
-        self.processes = list(processes)
+        self.processes: list[Any] = list(processes)
 
     async def run_on_ranks(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         addresses = [p if isinstance(p, str) else p.address for p in self.processes]
@@ -104,7 +106,9 @@ class TrainerProcesses:
 
 
 def _serve(address: str, factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    listener = Listener(address, "AF_UNIX", backlog=64)
+    # Renamed once it listens: before that a caller would be refused, which must mean that the process is dead.
+    listener = Listener(address + ".new", "AF_UNIX", backlog=64)
+    os.rename(address + ".new", address)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     target = factory(*args)

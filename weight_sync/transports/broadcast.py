@@ -19,6 +19,10 @@ from weight_sync.contracts import Bucket, GroupSpec, WeightSyncError
 from weight_sync.layout import nbytes, torch_dtype, views
 
 
+class MemberLeft(WeightSyncError):
+    """The group broke: often the consequence of another failure, which says more."""
+
+
 class Listener:
     """Rank 0's store. The kernel chooses the port and the socket is never released in between, so no other process can take it.
 
@@ -52,7 +56,7 @@ class BroadcastGroup:
         """Broadcast the bucket's `tensors`, in its order; blocks until they are on their way.
 
         Raises:
-            WeightSyncError: a member is gone, or the deadline passed.
+            MemberLeft: a member is gone, or the deadline passed.
         """
         flat = torch.empty(bucket.numel, dtype=torch_dtype(bucket), device=self._device)
         for place, tensor in zip(views(flat, bucket).values(), tensors, strict=True):
@@ -64,7 +68,7 @@ class BroadcastGroup:
         return self._broadcast(bucket, flat.view(torch.uint8))
 
     def finish(self, bucket: Bucket, work: dist.Work) -> None:
-        """Wait for what `start` began. Raises WeightSyncError as `send` does."""
+        """Wait for what `start` began. Raises MemberLeft as `send` does."""
         try:
             work.wait(timedelta(seconds=self._group.timeout_s))
         except RuntimeError as error:
@@ -74,7 +78,7 @@ class BroadcastGroup:
         """The bucket's tensors by name, views on one new buffer.
 
         Raises:
-            WeightSyncError: the sender is gone, or the deadline passed.
+            MemberLeft: the sender is gone, or the deadline passed.
         """
         flat = torch.empty(nbytes(bucket), dtype=torch.uint8, device=self._device)
         self.finish(bucket, self._broadcast(bucket, flat))
@@ -97,8 +101,8 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise self._lost(bucket, error) from error
 
-    def _lost(self, bucket: Bucket, error: RuntimeError) -> WeightSyncError:
-        return WeightSyncError(f"group {self._group.name!r}, bucket {bucket.index}: a member left or {self._group.timeout_s:g} s passed: {error}")
+    def _lost(self, bucket: Bucket, error: RuntimeError) -> MemberLeft:
+        return MemberLeft(f"group {self._group.name!r}, bucket {bucket.index}: a member left or {self._group.timeout_s:g} s passed: {error}")
 
 
 def join(group: GroupSpec, rank: int, listener: Listener | None = None) -> BroadcastGroup:

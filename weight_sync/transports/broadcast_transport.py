@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, WeightSource, WeightSyncError
 from weight_sync.gather import gather_bucket, skip_bucket
 from weight_sync.layout import torch_dtype, views
-from weight_sync.parties import Engines, Trainer, call_one, call_trainer, until_first_failure
-from weight_sync.transports.broadcast import BroadcastGroup, Listener, join
+from weight_sync.parties import Engines, Trainer, call_one, call_trainer, causes, failures, take_as_consequences
+from weight_sync.transports.broadcast import BroadcastGroup, Listener, MemberLeft, join
+
+GRACE_S = 2.0
 
 
 class BroadcastTransport:
@@ -83,14 +86,31 @@ class BroadcastTransport:
         self._in_flight = asyncio.ensure_future(call_trainer(self._trainer, self._timeout_s, fn, *args))
         engine_tasks = [asyncio.ensure_future(side) for side in engine_side]
         try:
-            # Engines first: an engine's error says more than rank 0's "a member left", which follows from it.
-            await until_first_failure([*engine_tasks, self._in_flight])
+            error = await _first_cause(engine_tasks, self._in_flight)
         finally:
             for task in engine_tasks:
                 task.cancel()
+        if error is not None:
+            raise error
         results = self._in_flight.result()
         self._in_flight = None
         return results
+
+
+async def _first_cause(engine_tasks: list[asyncio.Task[None]], trainer_task: asyncio.Task[list[Any]]) -> BaseException | None:
+    """None when all succeeded. When a member dies, the others may notice before the driver does: what they raise is a consequence,
+    so the engine's own failure has GRACE_S seconds to come in."""
+    tasks: list[asyncio.Task[Any]] = [*engine_tasks, trainer_task]
+    take_as_consequences(tasks)
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    end = time.monotonic() + GRACE_S
+    while errors := failures(tasks):
+        roots = [error for error in errors if not any(isinstance(cause, MemberLeft) for cause in causes(error))]
+        pending = [task for task in engine_tasks if not task.done()]
+        if roots or not pending or time.monotonic() > end:
+            return [*roots, *errors][0]
+        await asyncio.wait(pending, timeout=end - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+    return None
 
 
 _listeners: dict[str, Listener] = {}

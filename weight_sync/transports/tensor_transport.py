@@ -34,6 +34,7 @@ class TensorTransport:
         self._engine_ids: tuple[int, ...] = ()
         self._writing: asyncio.Task[list[Any]] | None = None
         self._clean = False
+        self._attempt = 0
 
     async def setup(self, engine_ids: Sequence[int]) -> None:
         self._engine_ids = tuple(engine_ids)
@@ -44,12 +45,13 @@ class TensorTransport:
 
     async def send(self, manifest: Manifest, digests: bool) -> dict[str, str]:
         self._clean = False
+        self._attempt += 1  # no file name twice: an engine that is late with an earlier attempt must not find this one's bytes
         await call_trainer(self._trainer, self._timeout_s, check_room, export_bytes(manifest), len(manifest.buckets))
         found: dict[str, str] = {}
         receiving: list[asyncio.Task[Any]] = []
         try:
             for bucket in manifest.buckets:
-                payload = SharedMemory(str(FOLDER / f"{self._prefix}-{manifest.version}-{bucket.index}"), nbytes(bucket))
+                payload = SharedMemory(str(FOLDER / f"{self._prefix}-{manifest.version}-{self._attempt}-{bucket.index}"), nbytes(bucket))
                 self._writing = asyncio.ensure_future(call_trainer(self._trainer, self._timeout_s, write_bucket, bucket, payload.path, digests))
                 await until_first_failure([*receiving, self._writing])
                 found |= self._writing.result()[0]
