@@ -21,25 +21,25 @@ def make_task(folder: Path) -> dict[str, Path]:
     return paths | {"model": make_tiny_model(folder / "model", alphabet=ALPHABET, hidden=32, layers=2, context=64)}
 
 
+def rl_overrides(task: dict[str, Path], folder: Path, *overrides: str) -> list[str]:
+    return [
+        f"run.folder={folder}",
+        "run.steps=4",
+        f"model.path={task['model']}",
+        f'data.paths=["{task["train"]}"]',
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "rollout.max_new_tokens=6",
+        'reward.functions=[{name="tests.run.runs:share_of_a"}]',
+        "trainer.lr=1e-2",
+        "checkpoint.export=false",
+        "weight_sync.verify=always",
+        *overrides,
+    ]
+
+
 def rl_recipe(task: dict[str, Path], folder: Path, *overrides: str) -> Resolved[RLRecipe]:
-    return load(
-        RLRecipe,
-        None,
-        [
-            f"run.folder={folder}",
-            "run.steps=4",
-            f"model.path={task['model']}",
-            f'data.paths=["{task["train"]}"]',
-            "rollout.prompts_per_step=4",
-            "rollout.samples_per_prompt=4",
-            "rollout.max_new_tokens=6",
-            'reward.functions=[{name="tests.run.runs:share_of_a"}]',
-            "trainer.lr=1e-2",
-            "checkpoint.export=false",
-            "weight_sync.verify=always",
-            *overrides,
-        ],
-    )
+    return load(RLRecipe, None, rl_overrides(task, folder, *overrides))
 
 
 def sft_recipe(task: dict[str, Path], folder: Path, *overrides: str) -> Resolved[SFTRecipe]:

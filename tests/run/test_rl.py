@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from miles.run import rl, sft
-from tests.run.runs import learned, make_task, records, rl_recipe, sft_recipe, weights
+from tests.run.runs import learned, make_task, records, rl_overrides, rl_recipe, sft_recipe, weights
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -44,11 +44,10 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(task: dict[str, P
     """kill -9 of the whole driver after some step, then --resume: same weights, same metrics, same step axis. The data has two
     batches an epoch, so the resumed run crosses an epoch's end."""
     folder = tmp_path / "run"
-    resolved = rl_recipe(task, folder, *SIX_STEPS)
-    recipe_file = tmp_path / "recipe.json"
-    recipe_file.write_text(json.dumps([f"{key}={json.dumps(value)}" for key, value, origin in resolved.leaves() if origin == "command line"]))
+    overrides = tmp_path / "overrides.json"
+    overrides.write_text(json.dumps(rl_overrides(task, folder, *SIX_STEPS)))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.run.kill_me", str(recipe_file)],
+        [sys.executable, "-m", "tests.run.kill_me", str(overrides)],
         start_new_session=True,
         env=os.environ | {"RAY_ADDRESS": ""},
         stdout=subprocess.DEVNULL,
@@ -60,7 +59,7 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(task: dict[str, P
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=30)
-    rl.run(resolved, resume=True)
+    rl.run(rl_recipe(task, folder, *SIX_STEPS), resume=True)
     assert weights(folder) == weights(plain)
     assert learned(folder) == learned(plain)
 
@@ -96,7 +95,7 @@ def test_without_it_the_difference_is_not_zero(plain: Path) -> None:
 
 def test_one_step_off_with_two_ranks_two_engines_broadcast_and_a_reference(task: dict[str, Path], tmp_path: Path) -> None:
     """Everything that differs from the plain run at once: the staleness bound holds, every version is published, KL is measured."""
-    overrides = ("run.max_staleness=1", "trainer.ranks=2", "rollout.engines=2", "weight_sync.transport=broadcast", "algorithm.kl_coef=0.05")
+    overrides = ("cluster.cpus=4", "run.max_staleness=1", "trainer.ranks=2", "rollout.engines=2", "weight_sync.transport=broadcast", "algorithm.kl_coef=0.05")
     rl.run(rl_recipe(task, tmp_path / "run", *overrides))
     steps = records(tmp_path / "run")
     assert [r["version/trained"] for r in steps] == [1, 2, 3, 4]
