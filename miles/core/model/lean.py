@@ -56,7 +56,8 @@ class _LeanLayer:
         self._number: int = attention.layer_idx
         self._scaling: float = attention.scaling
         self._width: int = attention.head_dim
-        self._window: int | None = getattr(attention, "sliding_window", None)
+        # Mistral's layers all have the window of the configuration; Qwen's say for themselves whether they have one.
+        self._window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         self._heads = attention.q_proj.out_features // self._width
         groups = attention.k_proj.out_features // self._width
         self._rotated_heads = self._heads + groups
