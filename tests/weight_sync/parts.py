@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401 (the fork server imports this module: its children need not)
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from miles.core.model.config import ModelConfig
@@ -53,6 +54,12 @@ def export_shas(backend: FSDPBackend, rank: int, dtype: str) -> dict[str, str]:
     """sha256 of every exported tensor, gathered by torch's own state-dict code, not by the backend's export."""
     full = get_model_state_dict(backend.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {name: sha(tensor.to(getattr(torch, dtype))) for name, tensor in full.items() if isinstance(tensor, torch.Tensor)}
+
+
+def export_tensors(backend: FSDPBackend, rank: int) -> dict[str, NDArray[np.float32]]:
+    """Every tensor of the model, gathered by torch's own state-dict code."""
+    full = get_model_state_dict(backend.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {name: tensor.numpy() for name, tensor in full.items() if isinstance(tensor, torch.Tensor)}
 
 
 def die_at_tensor(backend: FSDPBackend, rank: int, dying_rank: int, nth: int) -> None:
