@@ -14,16 +14,14 @@ from weight_sync.transports.shared_memory import read_bucket
 
 
 class StagedWeights:
-    """What is being received for `model`, whose tensors carry the names of its checkpoint; tied tensors come once.
-
-    Raises:
-        ValueError: the checkpoint's form of a tensor is no view of the one in memory, so it cannot be received in place.
-    """
+    """What is being received for `model`, whose tensors carry the names of its checkpoint; tied tensors come once."""
 
     def __init__(self, model: PreTrainedModel, version: int):
         self.version = version
         self._model = model
-        self.specs = {name: _spec(name, tensor) for name, tensor in _checkpoint_views(model).items()}
+        self.specs = {
+            name: _spec(name, part) for own_name, own in _own_tensors(model).items() for name, part in _as_in_checkpoint(model, own_name, own).items()
+        }
         self._manifest: Manifest | None = None
         self._staged: dict[str, Tensor] = {}
         self._group: BroadcastGroup | None = None
@@ -84,8 +82,8 @@ class StagedWeights:
             raise WeightSyncError(f"torch engine: version {version} is not prepared; it serves version {self.version}")
         self.prepared(digests=False)
         with torch.no_grad():
-            for name, view in _checkpoint_views(self._model).items():
-                view.copy_(self._staged[name])
+            for name, own in _own_tensors(self._model).items():
+                _write(self._model, name, own, self._staged)
         self.version = version
         self._manifest, self._staged = None, {}
         return True
@@ -95,22 +93,28 @@ class StagedWeights:
         self.leave()
 
 
-def _checkpoint_views(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's tensors as a checkpoint names and cuts them, as views: writing to one writes to the model."""
-    views: dict[str, Tensor] = {}
-    seen: set[int] = set()
+def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers under the names they have in memory, tied ones once."""
+    own: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        own = tensor.detach()
-        for part_name, part in revert_weight_conversion(model, {name: own}).items():
-            if part.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
-                raise ValueError(
-                    f"the torch engine cannot receive {part_name!r}: in memory it lies within {name!r} in another form; use rollout.engine = 'sglang'"
-                )
-            views[part_name] = part
-    return views
+        own.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(own.values())
+
+
+def _as_in_checkpoint(model: PreTrainedModel, name: str, own: Tensor) -> dict[str, Tensor]:
+    """One tensor in memory -> the tensors that a checkpoint has for it (fused experts are many)."""
+    return revert_weight_conversion(model, {name: own})
+
+
+def _write(model: PreTrainedModel, name: str, own: Tensor, staged: dict[str, Tensor]) -> None:
+    """Write the checkpoint's tensors to the one in memory, to whatever places its elements come from."""
+    parts = _as_in_checkpoint(model, name, own)
+    if len(parts) == 1 and next(iter(parts.values())).data_ptr() == own.data_ptr():
+        own.copy_(staged[next(iter(parts))])
+        return
+    places = torch.arange(own.numel(), device=own.device).view(own.shape)
+    for part_name, places_of_part in _as_in_checkpoint(model, name, places).items():
+        own.view(-1)[places_of_part.reshape(-1)] = staged[part_name].to(own.device).reshape(-1)
 
 
 def _spec(name: str, tensor: Tensor) -> TensorSpec:

@@ -159,5 +159,5 @@ def test_a_sequence_beyond_the_sliding_window_is_refused() -> None:
     model = random_model("mistral", sliding_window=8)
     make_batch_invariant(model)
     tokens_T, positions_T, sequence_T = pack(random_rows([9]))
-    with pytest.raises(ValueError, match="model.context = 8"):
+    with pytest.raises(ValueError, match=r"model\.context = 8"):
         packed_logprobs(model, tokens_T, positions_T, sequence_T, every_target(positions_T), 1.0, 50)
