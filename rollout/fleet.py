@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.actor import GroupResult, GroupTask, RolloutActor, RolloutSpec, actor_options
@@ -20,6 +20,9 @@ from rollout.actor import GroupResult, GroupTask, RolloutActor, RolloutSpec, act
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
+
+WAVE_GRACE_S = 60.0
+"""An actor keeps the deadline of each group itself. One that has not answered so long after it hangs, and is taken for dead."""
 
 
 @dataclass
@@ -30,7 +33,6 @@ class Member:
     place: PlacementGroupSchedulingStrategy
     actor: Any
     ready: bool = False
-    restarts: int = 0
     outstanding: dict[int, asyncio.Future[GroupResult]] = field(default_factory=dict)
 
 
@@ -43,8 +45,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Bring every engine up, all at once. Raises what the first one that failed raised."""
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await asyncio.gather(*(member.actor.start.remote() for member in self._members))
+        await asyncio.gather(*(_start(engine_id, member) for engine_id, member in enumerate(self._members)))
         for member in self._members:
             member.ready = True
 
@@ -64,7 +65,8 @@ class Fleet:
     def submit(self, tasks: Sequence[GroupTask]) -> list[asyncio.Future[GroupResult]]:
         """Start one wave. Claims are dealt out by number, so that the same claims meet the same engine in every run.
 
-        A task whose engine dies resolves to a failed result with message `engine died`; a RewardError is raised from every future.
+        Every future ends: a task whose engine dies, or no longer answers, resolves to a result of kind `engine_died`; what an actor
+        raises, such as a RewardError, is raised from every future of its wave.
         """
         ready = self.engine_ids
         if not ready:
@@ -85,13 +87,13 @@ class Fleet:
         return futures
 
     def mark_dead(self, engine_id: int, reason: str) -> None:
-        """Take an engine out; its unfinished groups resolve as failed."""
+        """Take an engine out; its unfinished groups resolve as `engine_died`."""
         member = self._members[engine_id]
         if member.ready:
             logger.warning("engine %d is out: %s", engine_id, reason)
         member.ready = False
         for claim_id, future in list(member.outstanding.items()):
-            _resolve(future, GroupResult(claim_id=claim_id, group=None, kind="failed", message=f"engine died: {reason}"))
+            _resolve(future, GroupResult(claim_id=claim_id, group=None, kind="engine_died", message=f"engine died: {reason}"))
         member.outstanding.clear()
 
     async def replace(self, engine_id: int) -> None:
@@ -99,9 +101,7 @@ class Fleet:
         member = self._members[engine_id]
         ray.kill(member.actor)
         member.actor = _spawn(member.spec, member.place)
-        member.restarts += 1
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await member.actor.start.remote()
+        await _start(engine_id, member)
 
     def admit(self, engine_id: int) -> None:
         self._members[engine_id].ready = True
@@ -116,23 +116,61 @@ class Fleet:
             ray.kill(member.actor)
 
     async def _run_wave(self, engine_id: int, wave: list[GroupTask]) -> None:
+        """Whatever happens here reaches the wave's futures: nobody else would end them, and whoever waits would wait for ever."""
         member = self._members[engine_id]
+        actor = member.actor
+        limit_s = max(task.timeout_s for task in wave) + WAVE_GRACE_S
         try:
-            async for ref in member.actor.run_groups.options(num_returns="streaming").remote(wave):
-                result: GroupResult = await ref
-                if result.kind == "engine_died":
-                    self.mark_dead(engine_id, result.message)
-                    return
-                future = member.outstanding.pop(result.claim_id, None)
-                if future is not None:
-                    _resolve(future, result)
+            async with asyncio.timeout(limit_s):
+                await self._collect(engine_id, actor, wave)
         except RayTaskError as error:
-            for task in wave:
-                future = member.outstanding.pop(task.claim_id, None)
-                if future is not None and not future.done():
-                    future.set_exception(error.as_instanceof_cause())
-        except RayActorError as error:
-            self.mark_dead(engine_id, str(error).splitlines()[0])
+            _raise_from(member, actor, wave, error.as_instanceof_cause())
+        except TimeoutError:
+            self._lost(engine_id, actor, f"it has not answered within {limit_s:g} s")
+        except RayError as error:
+            self._lost(engine_id, actor, str(error).splitlines()[0])
+        except Exception as error:  # noqa: BLE001 - raised from the futures, where the loop sees it
+            _raise_from(member, actor, wave, error)
+
+    async def _collect(self, engine_id: int, actor: Any, wave: list[GroupTask]) -> None:
+        member = self._members[engine_id]
+        async for ref in actor.run_groups.options(num_returns="streaming").remote(wave):
+            result: GroupResult = await ref
+            if member.actor is not actor:
+                return  # it was replaced, and its claims may be with its successor by now
+            if result.kind == "engine_died":
+                self.mark_dead(engine_id, result.message)
+                return
+            future = member.outstanding.pop(result.claim_id, None)
+            if future is not None:
+                _resolve(future, result)
+        unanswered = [task.claim_id for task in wave if task.claim_id in member.outstanding]
+        assert member.actor is not actor or not unanswered, f"engine {engine_id} gave no result for claims {unanswered}"
+
+    def _lost(self, engine_id: int, actor: Any, reason: str) -> None:
+        """The news may be late: a successor is not to be blamed for it."""
+        if self._members[engine_id].actor is actor:
+            self.mark_dead(engine_id, reason)
+
+
+async def _start(engine_id: int, member: Member) -> None:
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await member.actor.start.remote()
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"engine {engine_id} did not come up within {START_TIMEOUT_S:g} s: look into {member.spec.log_folder}, and whether the cluster has "
+            f"{member.spec.rollout.threads} CPUs and {member.spec.rollout.gpus_per_engine:g} GPUs free for it"
+        ) from error
+
+
+def _raise_from(member: Member, actor: Any, wave: Sequence[GroupTask], error: Exception) -> None:
+    if member.actor is not actor:
+        return
+    for task in wave:
+        future = member.outstanding.pop(task.claim_id, None)
+        if future is not None and not future.done():
+            future.set_exception(error)
 
 
 def _spawn(spec: RolloutSpec, place: PlacementGroupSchedulingStrategy) -> Any:
