@@ -91,9 +91,6 @@ class RolloutActor:
             for task in running:
                 task.cancel()
 
-    async def reward_counters(self) -> dict[str, int]:
-        return dict(self._rewards.counters)
-
     async def close(self) -> None:
         self._rewards.close()
         await self._engine.close()
@@ -103,17 +100,28 @@ class RolloutActor:
             Request(request_id=f"{task.claim_id}/{index}", prompt=task.prompt.tokens, sampling=sampling) for index, sampling in enumerate(task.sampling)
         ]
         try:
-            async with asyncio.timeout(task.timeout_s):
-                generations = await self._generate_to_the_end(requests)
-                samples = [_sample(task, request, generation) for request, generation in zip(requests, generations, strict=True)]
-                samples = await self._rewards.score(samples, task.prompt)
-        except TimeoutError:
-            await self._engine.abort([request.request_id for request in requests])
-            return GroupResult(claim_id=task.claim_id, group=None, kind="timed_out", message=f"no result within {task.timeout_s:g} s")
+            samples = await self._answered(task, requests)
         except EngineError as error:
             kind: Literal["failed", "engine_died"] = "failed" if (await self._engine.health()).ok else "engine_died"
             return GroupResult(claim_id=task.claim_id, group=None, kind=kind, message=str(error))
+        if samples is None:
+            return GroupResult(claim_id=task.claim_id, group=None, kind="timed_out", message=f"no result within {task.timeout_s:g} s")
         return GroupResult(claim_id=task.claim_id, group=Group(claim_id=task.claim_id, prompt=task.prompt, samples=tuple(samples)))
+
+    async def _answered(self, task: GroupTask, requests: list[Request]) -> list[Sample] | None:
+        """The samples with their rewards; None when the deadline passed first, with nothing of them left in the engine.
+
+        Raises:
+            EngineError: the engine died; one that hangs may say so only when it is told to abort.
+        """
+        try:
+            async with asyncio.timeout(task.timeout_s):
+                generations = await self._generate_to_the_end(requests)
+                samples = [_sample(task, request, generation) for request, generation in zip(requests, generations, strict=True)]
+                return await self._rewards.score(samples, task.prompt)
+        except TimeoutError:
+            await self._engine.abort([request.request_id for request in requests])
+            return None
 
     async def _generate_to_the_end(self, requests: list[Request]) -> list[Generation]:
         """Aborted generations go on where they stopped (partial rollout): a pause for new weights never loses tokens."""
