@@ -27,7 +27,7 @@ from miles.run import evaluate, rl, sft  # noqa: E402
 from miles.run.cluster import connect  # noqa: E402
 from miles.run.recipe import ClusterConfig, EvaluateRecipe, RLRecipe, SFTRecipe  # noqa: E402
 from miles.run.report import page  # noqa: E402
-from miles.tracking.jsonl import read_metrics  # noqa: E402
+from miles.tracking.jsonl import read_metrics, read_records  # noqa: E402
 
 RECIPES = Path(__file__).parent / "recipes"
 T = TypeVar("T", bound=Section)
@@ -47,7 +47,7 @@ class Stage:
 def main() -> int:
     options = parse()
     folder = Path(options.folder) if options.folder else free_folder(Path("runs/quickstart"))
-    start = time.perf_counter()
+    start = time.time()
     make_tiny_model(folder / "model", alphabet=ALPHABET, layers=4, context=64, seed=options.seed)
     write_reverse_task(folder / "data", options.seed)
     connect(ClusterConfig())
@@ -56,23 +56,18 @@ def main() -> int:
     finally:
         ray.shutdown()
     html, picture = page.write(folder / "rl")
-    show(stages, time.perf_counter() - start)
+    first_step = next(iter(read_records(folder / "sft" / "metrics.jsonl")))["time"] - start
+    show(stages, time.time() - start)
+    print(f"the first optimizer step was done after {first_step:.0f} s")
     print(f"curves      {picture}\npage        {html}\nrun folder  {folder}\nmodel       {folder / 'rl' / 'model'} (an ordinary Hugging Face directory)")
     return 0
 
 
 def run_stages(folder: Path, options: argparse.Namespace) -> list[Stage]:
-    """Evaluate, SFT, RL; the RL run itself evaluates before its first and after its last step."""
+    """SFT, a look at the model it started from, RL; the RL run itself evaluates before its first and after its last step."""
     common = [f"run.seed={options.seed}"]
     test_data = f'evaluate.data.paths=["{folder / "data" / "test.jsonl"}"]'
-    say("1/3 the untrained model")
-    began = time.perf_counter()
-    before = evaluate.run(
-        recipe(EvaluateRecipe, "quickstart_evaluate", common, f"run.folder={folder / 'untrained'}", f"model.path={folder / 'model'}", test_data)
-    )
-    stages = [Stage("untrained", before.metrics["eval/pass_at_1"], before.metrics["eval/greedy"], time.perf_counter() - began, None)]
-
-    say("2/3 supervised fine-tuning")
+    say("1/3 supervised fine-tuning")
     began = time.perf_counter()
     sft.run(
         recipe(
@@ -86,6 +81,13 @@ def run_stages(folder: Path, options: argparse.Namespace) -> list[Stage]:
         )
     )
     sft_seconds = time.perf_counter() - began
+
+    say("2/3 the untrained model on the test words, to compare with")
+    began = time.perf_counter()
+    before = evaluate.run(
+        recipe(EvaluateRecipe, "quickstart_evaluate", common, f"run.folder={folder / 'untrained'}", f"model.path={folder / 'model'}", test_data)
+    )
+    stages = [Stage("untrained", before.metrics["eval/pass_at_1"], before.metrics["eval/greedy"], time.perf_counter() - began, None)]
 
     say("3/3 reinforcement learning (GRPO)")
     began = time.perf_counter()
@@ -150,9 +152,7 @@ def say(text: str) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Make a small model, fine-tune it, train it with GRPO, and show what it learned. A few minutes on 2 cores."
-    )
+    parser = argparse.ArgumentParser(description="Make a small model, fine-tune it, train it with GRPO, and show what it learned. A few minutes on 2 cores.")
     parser.add_argument("--folder", help="where everything goes; default runs/quickstart, or the next free runs/quickstart-N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft-steps", type=int, help="default: the recipe's")
