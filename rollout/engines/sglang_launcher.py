@@ -13,11 +13,11 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# What a killed SGLang leaves under /dev/shm: its load snapshot, multiprocessing's semaphores and shared memory.
-_LEFT_BEHIND = ("sglang_", "sem.mp-", "psm_")
+# What a killed SGLang leaves under /dev/shm: its load snapshot and message queues, multiprocessing's semaphores and shared memory.
+_LEFT_BEHIND = ("sglang_", "sgl_", "sem.mp-", "psm_")
 
 
 def main() -> None:
@@ -33,15 +33,19 @@ def main() -> None:
     run_server(prepare_server_args(start["arguments"]))
 
 
-def end_group(group: int, scratch: str | None) -> None:
-    """Kill every process of the group (the caller last, if it is one) and remove what they had under /dev/shm."""
-    files = [file for pid in group_members(group) for file in _shared_files(pid)]
-    for file in files:
+def end_group(group: int, scratch: str | None, known: Iterable[Path] = ()) -> None:
+    """Kill every process of the group (the caller last, if it is one) and remove what they had under /dev/shm, the `known` files too."""
+    for file in shared_files(group).union(known):
         file.unlink(missing_ok=True)
     if scratch is not None:
         shutil.rmtree(scratch, ignore_errors=True)
     with contextlib.suppress(ProcessLookupError):  # every member is gone already
         os.killpg(group, signal.SIGKILL)
+
+
+def shared_files(group: int) -> set[Path]:
+    """Files under /dev/shm that the group's processes map, of the kinds that only they use."""
+    return {file for pid in group_members(group) for file in _mapped(pid) if file.parent == Path("/dev/shm") and file.name.startswith(_LEFT_BEHIND)}
 
 
 def group_members(group: int) -> Iterator[int]:
@@ -54,13 +58,12 @@ def group_members(group: int) -> Iterator[int]:
                     yield int(entry.name)
 
 
-def _shared_files(pid: int) -> set[Path]:
+def _mapped(pid: int) -> set[Path]:
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return set()  # it ended while we looked
-    mapped = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/dev/shm/" in line}
-    return {path for path in mapped if path.parent == Path("/dev/shm") and path.name.startswith(_LEFT_BEHIND)}
+    return {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/dev/shm/" in line}
 
 
 def _end_with_parent(scratch: str) -> None:

@@ -24,9 +24,9 @@ import aiohttp
 
 from rollout.engines.contracts import EngineError
 from rollout.engines.sglang_args import command_line
-from rollout.engines.sglang_launcher import end_group, group_members
+from rollout.engines.sglang_launcher import end_group, group_members, shared_files
 
-START_DEADLINE_S = 300.0
+START_DEADLINE_S = 600.0
 CONTROL_DEADLINE_S = 120.0
 PORT_ATTEMPTS = 5
 _PORT_TAKEN = "address already in use"
@@ -45,6 +45,8 @@ class SGLangServer:
         self.scratch: Path | None = None
         self._key = secrets.token_urlsafe(32)
         self._process: subprocess.Popen[bytes] | None = None
+        # Seen while it starts, since a process that is killed later can no longer be asked.
+        self._shared: set[Path] = set()
         self.url = ""
 
     @property
@@ -154,6 +156,7 @@ class SGLangServer:
         assert self._process is not None
         deadline = time.monotonic() + START_DEADLINE_S
         while time.monotonic() < deadline:
+            self._shared |= shared_files(self._process.pid)
             if self._process.poll() is not None:
                 if _PORT_TAKEN in self.tail().lower():
                     return False
@@ -177,7 +180,7 @@ class SGLangServer:
     def _end_group(self) -> None:
         if self._process is None:
             return
-        end_group(self._process.pid, None)
+        end_group(self._process.pid, None, self._shared)
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

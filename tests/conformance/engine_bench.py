@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,19 +19,22 @@ from rollout.engines.contracts import Engine, Generation, Request, SamplingParam
 from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, SharedMemory, TensorSpec
 from weight_sync.transports.broadcast import Listener, join
 
+FULL = 230  # tokens of a long response in the tiny model's context of 256
+
 Tensors = dict[str, torch.Tensor]
 Payload = SharedMemory | FromGroup
 
 
 class Bench:
-    """An engine that serves the weights of `folder` when a test begins."""
+    """An engine, which after `settle` serves the weights of `folder`, whatever the tests before did with it."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine = engine
         self.base: Tensors = load_file(folder / "model.safetensors")
         self.end = 3  # <|im_end|> of the tiny tokenizer
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._served = self.base
+        self._full_s = 0.0
+        self._settled_at = 0  # an engine starts with the weights of its folder at version 0
 
     @property
     def version(self) -> int:
@@ -38,6 +42,19 @@ class Bench:
 
     def generate(self, *requests: Request) -> list[Generation]:
         return asyncio.run(self.engine.generate(requests))
+
+    async def under_way(self, *calls: Sequence[Request]) -> list[asyncio.Task[list[Generation]]]:
+        """Start one `generate` call for each of `calls` and return while they run, after a few tokens and long before the last.
+
+        The torch engine counts tokens as they are made; SGLang's client only sees them at the end, so there a part of the time
+        must pass that a full response was seen to take.
+        """
+        enough = (await self.engine.health()).tokens_generated + 4 * sum(len(call) for call in calls)
+        tasks = [asyncio.ensure_future(self.engine.generate(call)) for call in calls]
+        deadline = time.perf_counter() + 0.3 * self._full_s
+        while (await self.engine.health()).tokens_generated < enough and time.perf_counter() < deadline:
+            await asyncio.sleep(0.001)
+        return tasks
 
     def oracle(self, request: Request, tokens: Sequence[int] | np.ndarray, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """float32 [R, V]: transformers' log-probs at the request's temperature, one full forward, for the response `tokens`."""
@@ -66,14 +83,25 @@ class Bench:
         manifest = self.send(tensors, folder, broadcast=broadcast)
         digests = self.engine.weights_prepared(True)
         self.engine.weights_commit(manifest.version)
-        self._served = tensors
         return digests
 
-    def restore(self, folder: Path) -> None:
+    def settle(self, folder: Path) -> None:
+        self.release()
+        if not self._full_s:
+            self._full_s = min(self._seconds_of_a_full_response() for _ in range(3))  # the first also warms up
+        if self.version != self._settled_at:
+            self.publish(self.base, folder)
+            self._settled_at = self.version
+
+    def _seconds_of_a_full_response(self) -> float:
+        started = time.perf_counter()
+        self.generate(request(new=FULL))
+        return time.perf_counter() - started
+
+    def release(self) -> None:
+        """No update open, generating."""
         self.engine.weights_abort()
         asyncio.run(self.engine.resume())
-        if self._served is not self.base:
-            self.publish(self.base, folder)
 
     @contextmanager
     def payloads(self, buckets: Sequence[Bucket], tensors: Tensors, folder: Path, broadcast: bool = False) -> Iterator[Callable[[Bucket], Payload]]:

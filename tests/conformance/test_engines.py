@@ -1,4 +1,4 @@
-"""What every rollout engine does, held against transformers. One suite for all engines; each test leaves the engine as it found it."""
+"""What every rollout engine does, held against transformers. One suite for all engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import xxhash
 
 from miles.core.model.config import ModelConfig
 from rollout.engines.contracts import Engine, EngineError, Request
-from tests.conformance.engine_bench import Bench, changed, manifest_of, request
+from tests.conformance.engine_bench import FULL, Bench, changed, manifest_of, request
 from weight_sync.contracts import FromGroup, WeightSyncError
 
 TOLERANCE = 2e-5  # float32 log-probs of two implementations that sum in different orders
@@ -37,8 +37,9 @@ def shared_bench(request: pytest.FixtureRequest, tiny_model: Path) -> Bench:
 
 @pytest.fixture
 def bench(shared_bench: Bench, tmp_path: Path) -> Iterator[Bench]:
+    shared_bench.settle(tmp_path)
     yield shared_bench
-    shared_bench.restore(tmp_path)
+    shared_bench.release()
 
 
 def test_results_come_in_the_order_of_the_requests(bench: Bench) -> None:
@@ -139,22 +140,21 @@ def test_generated_tokens_are_continued_up_to_the_same_length(bench: Bench) -> N
 
 
 def test_aborted_requests_return_what_they_have_and_can_go_on(bench: Bench) -> None:
-    asked = [request(new=230, seed=i, start=i, name=f"7/{i}") for i in range(2)]
+    asked = [request(new=FULL, seed=i, start=i, name=f"7/{i}") for i in range(2)]
 
     async def run() -> list:
-        running = asyncio.ensure_future(bench.engine.generate(asked))
-        await asyncio.sleep(0.15)
+        (running,) = await bench.under_way(asked)
         await bench.engine.abort(["7/0", "7/1"])
         return await running
 
     parts = asyncio.run(run())
     assert [g.finish for g in parts] == ["abort", "abort"]
     for first, part in zip(asked, parts, strict=True):
-        assert 0 < len(part.tokens) < 230
+        assert 0 < len(part.tokens) < FULL
         assert len(part.tokens) == len(part.logprobs) == len(part.weight_versions)
         goes_on = replace(first, generated=part.tokens)
         rest = bench.generate(goes_on)[0]
-        assert len(part.tokens) + len(rest.tokens) == 230
+        assert len(part.tokens) + len(rest.tokens) == FULL
         assert max(bench.gap(first, part), bench.gap(goes_on, rest)) < TOLERANCE
 
 
@@ -162,8 +162,7 @@ def test_abort_takes_only_the_named_request(bench: Bench) -> None:
     """Ids that begin alike are different requests."""
 
     async def run() -> list:
-        running = [asyncio.ensure_future(bench.engine.generate([request(new=200, name=name)])) for name in ("5/1", "5/10")]
-        await asyncio.sleep(0.15)
+        running = await bench.under_way(*[[request(new=FULL, name=name)] for name in ("5/1", "5/10")])
         await bench.engine.abort(["5/1"])
         return [(await task)[0] for task in running]
 
@@ -175,8 +174,7 @@ def _generate_across_a_pause(bench: Bench, asked: Request, mode: str, meanwhile=
     late = request(new=4, start=3, name="late")
 
     async def run() -> tuple:
-        running = asyncio.ensure_future(bench.engine.generate([asked]))
-        await asyncio.sleep(0.15)
+        (running,) = await bench.under_way([asked])
         await bench.engine.pause(mode)
         waiting = asyncio.ensure_future(bench.engine.generate([late]))
         await asyncio.to_thread(meanwhile)
@@ -190,10 +188,10 @@ def _generate_across_a_pause(bench: Bench, asked: Request, mode: str, meanwhile=
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_a_pause_ends_or_keeps_running_requests_as_its_mode_says(bench: Bench, mode: str) -> None:
-    asked = request(new=230)
+    asked = request(new=FULL)
     made, late, late_made = _generate_across_a_pause(bench, asked, mode)
     assert made.finish == ("abort" if mode == "abort" else "length")
-    assert (len(made.tokens) == 230) == (mode != "abort")
+    assert (len(made.tokens) == FULL) == (mode != "abort")
     assert max(bench.gap(asked, made), bench.gap(late, late_made)) < TOLERANCE
 
 
@@ -283,7 +281,7 @@ def test_a_bucket_whose_file_has_another_size_is_refused_and_the_engine_goes_on(
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_an_update_during_generation_marks_each_token_with_its_version(bench: Bench, tmp_path: Path, mode: str) -> None:
-    asked, new, old = request(new=230), changed(bench.base, 6), bench.version
+    asked, new, old = request(new=FULL), changed(bench.base, 6), bench.version
     made, late, late_made = _generate_across_a_pause(bench, asked, mode, lambda: bench.publish(new, tmp_path))
     versions = made.weight_versions.tolist()
     before = versions.count(old)
@@ -320,8 +318,7 @@ def test_a_sleeping_engine_refuses_to_generate_and_wakes_with_its_weights(bench:
 def test_health_counts_what_runs(bench: Bench) -> None:
     async def run() -> tuple:
         before = await bench.engine.health()
-        running = asyncio.ensure_future(bench.engine.generate([request(new=200, start=i) for i in range(3)]))
-        await asyncio.sleep(0.15)
+        (running,) = await bench.under_way([request(new=FULL, start=i) for i in range(3)])
         during = await bench.engine.health()
         await running
         return before, during, await bench.engine.health()
@@ -329,6 +326,6 @@ def test_health_counts_what_runs(bench: Bench) -> None:
     before, during, after = asyncio.run(run())
     assert (before.ok, during.ok, after.ok) == (True, True, True)
     assert (before.running, during.running, after.running) == (0, 3, 0)
-    assert after.tokens_generated - before.tokens_generated == 600
+    assert after.tokens_generated - before.tokens_generated == 3 * FULL
     assert after.seconds_busy > before.seconds_busy
     assert after.weight_version == bench.version

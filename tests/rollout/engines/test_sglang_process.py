@@ -23,7 +23,7 @@ from miles.core.model.packed import packed_logprobs
 from rollout.config import RolloutConfig
 from rollout.engines.contracts import EngineError, Generation, Request
 from rollout.engines.sglang_engine import SGLangEngine
-from rollout.engines.sglang_launcher import group_members
+from rollout.engines.sglang_launcher import group_members, shared_files
 from tests.conformance.engine_bench import Bench, changed, request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -86,7 +86,8 @@ def test_true_on_policy_logprobs_are_the_trainers_bit_for_bit(doomed: SGLangEngi
     assert _largest_difference(doomed, tiny_model, temperature) == 0.0
 
 
-def test_without_the_batch_invariant_operators_they_are_not(sglang_engine: SGLangEngine, tiny_model: Path) -> None:
+def test_without_the_batch_invariant_operators_they_are_not(sglang_engine: SGLangEngine, tiny_model: Path, tmp_path: Path) -> None:
+    Bench(sglang_engine, tiny_model).settle(tmp_path)
     assert 0.0 < _largest_difference(sglang_engine, tiny_model, 1.0) < 2e-5
 
 
@@ -110,6 +111,8 @@ def test_the_key_stands_in_no_process_list(doomed: SGLangEngine) -> None:
 
 def test_a_server_that_is_killed_ends_every_call_with_an_engine_error_and_leaves_nothing(doomed: SGLangEngine) -> None:
     group = doomed.pid
+    files = shared_files(group)
+    assert files, "SGLang keeps its load in shared memory"
 
     async def run() -> list:
         calls = [asyncio.ensure_future(doomed.generate([request(new=240, seed=i)])) for i in range(3)]
@@ -125,6 +128,7 @@ def test_a_server_that_is_killed_ends_every_call_with_an_engine_error_and_leaves
     asyncio.run(doomed.close())
     asyncio.run(doomed.close())
     assert list(group_members(group)) == []
+    assert not [file for file in files if file.exists()]
 
 
 OWNER = """
