@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,21 @@ def test_engines_generate_at_the_new_version(cast: Cast, tmp_path: Path, transpo
     version = cast.next_version()
     publish(cast.sync(tmp_path / "journal", transport), version)
     assert cast.generating() == {0: version, 1: version}
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_an_answer_that_runs_during_an_update_says_which_tokens_are_new(cast: Cast, tmp_path: Path, mode: str) -> None:
+    version = cast.next_version()
+    publish(cast.sync(tmp_path / "journal", "tensor"), version)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(cast.engines.processes[0].call, "generate_long")
+        cast.engines.processes[0].call("wait_until_generating")
+        publish(cast.sync(tmp_path / "journal", "tensor", pause=mode), version + 1)
+        finish, versions = running.result(60)
+    assert versions == sorted(versions)
+    assert set(versions) <= {version, version + 1}
+    assert finish == ("abort" if mode == "abort" else "length")
+    assert (versions[-1] == version) == (mode == "abort")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from miles.core.model.config import ModelConfig
 from miles.core.model.load import load_model
+from rollout.config import RolloutConfig
 from rollout.engines.contracts import Request, SamplingParams
 from rollout.engines.sglang_engine import SGLangEngine
 from tests.weight_sync.cast import Cast, publish
 from tests.weight_sync.parts import export_tensors
-from tests.weight_sync.processes import Process
+from tests.weight_sync.processes import EngineProcesses, Process
 from weight_sync.contracts import Bucket, GroupSpec, TensorSpec
 from weight_sync.transaction import UpdateAborted, WeightSync
 from weight_sync.transports.broadcast import Listener, join
@@ -97,6 +101,45 @@ def test_a_server_whose_update_failed_half_way_answers_with_the_old_weights(
         publish(WeightSync(config, journal, trainer.trainer, OneServer(sglang_engine, stage, nth=2 if stage == "weights_receive" else 1)), version + 1)
     assert before < 1e-4 < mismatch(sglang_engine, tiny_model, trainer)
     assert answer(sglang_engine)[2] == {version}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_killed_half_way_leaves_the_other_engine_on_the_old_weights(tiny_model: Path, tmp_path: Path, transport: str) -> None:
+    server = SGLangEngine(ModelConfig(path=str(tiny_model)), RolloutConfig(engine="sglang", max_running=8), log_folder=tmp_path)
+    cast = Cast(tiny_model, tmp_path, world=2, engines=1)
+    engines = ServerAndTorch(server, cast.engines)
+    try:
+        asyncio.run(server.start())
+        exported = cast.train()
+        publish(WeightSync(cast.config(transport, timeout_s=60.0), tmp_path / "journal", cast.trainer, engines), 1)
+        cast.train()
+        engines.kill_at = "weights_receive"
+        with pytest.raises(UpdateAborted, match="from version 1 to 2: engine 1 failed at weights_receive") as caught:
+            publish(WeightSync(cast.config(transport, timeout_s=60.0), tmp_path / "journal", cast.trainer, engines), 2)
+        assert list(caught.value.dead) == [1]
+        assert cast.generating() == {0: 1}
+        assert cast.held() == {0: exported}
+    finally:
+        asyncio.run(server.close())
+        cast.close()
+
+
+class ServerAndTorch:
+    """Engine 0 is a torch engine's process, engine 1 an SGLang server that dies by SIGKILL before `kill_at`."""
+
+    engine_ids: Sequence[int] = (0, 1)
+    kill_at = ""
+
+    def __init__(self, server: SGLangEngine, others: EngineProcesses) -> None:
+        self._server, self._pid, self._others = OneServer(server), lambda: server.pid, others
+
+    async def call(self, engine_id: int, method: str, *args: Any) -> Any:
+        if engine_id == 0:
+            return await self._others.call(0, method, *args)
+        if method == self.kill_at:
+            os.killpg(self._pid(), signal.SIGKILL)
+        return await self._server.call(0, method, *args)
 
 
 class SGLangsOwnGroup:

@@ -102,3 +102,13 @@ class Engine(TorchEngine):
         answer = (await asyncio.wait_for(self.generate([request]), GENERATE_S))[0]
         (version,) = set(answer.weight_versions.tolist())
         return int(version)
+
+    async def generate_long(self) -> tuple[str, list[int]]:
+        """Answer up to the context's end; how it finished, and the version of every token."""
+        request = Request(request_id="long", prompt=np.array([9, 10, 11]), sampling=SamplingParams(max_new_tokens=250))
+        answer = (await asyncio.wait_for(self.generate([request]), GENERATE_S))[0]
+        return answer.finish, answer.weight_versions.tolist()
+
+    async def wait_until_generating(self) -> None:
+        while not (await self.health()).running:
+            await asyncio.sleep(0.001)
