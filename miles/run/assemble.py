@@ -36,6 +36,7 @@ from weight_sync.transaction import PublishResult, UpdateAborted, WeightSync
 logger = logging.getLogger(__name__)
 
 PUBLISH_ATTEMPTS = 3
+REVIVE_ATTEMPTS = 3
 
 
 @dataclass(kw_only=True)
@@ -68,18 +69,22 @@ class RLRun:
             self.version = int(state["version"])
             self.producer.load_state_dict(state["producer"])
         self.sync.rewind(self.version)
-        if self.version > 0:
-            for engine_id in self.fleet.engine_ids:
-                await self.sync.catch_up(engine_id)
+        for engine_id in self.fleet.engine_ids:
+            if (why := await self._catch_up(engine_id)) is not None:
+                self.fleet.mark_dead(engine_id, why)
 
     async def publish(self) -> PublishResult:
-        """Bring every engine to the trainer's weights as version + 1. Engines that die on the way are left behind; while none
-        is left, fresh ones are started, which this same update brings up to date.
+        """Bring every engine to the trainer's weights as version + 1. Engines that die on the way are left behind; where none
+        is left, now or because they died while the trainer worked, fresh ones are started, which this same update brings up to date.
 
         Raises:
             UpdateAborted: the update was refused though no engine died, or engines kept dying.
         """
         for _ in range(PUBLISH_ATTEMPTS):
+            if not self.fleet.engine_ids:
+                for engine_id in self.fleet.dead_ids:
+                    await self.fleet.replace(engine_id)
+                    self.fleet.admit(engine_id)
             try:
                 published = await self.sync.publish(self.version + 1)
             except UpdateAborted as aborted:
@@ -87,10 +92,6 @@ class RLRun:
                     raise
                 last = aborted
                 self._bury(aborted.dead)
-                if not self.fleet.engine_ids:
-                    for engine_id in self.fleet.dead_ids:
-                        await self.fleet.replace(engine_id)
-                        self.fleet.admit(engine_id)
                 continue
             self.version += 1
             self._bury(published.dead)
@@ -104,12 +105,34 @@ class RLRun:
             raise RuntimeError(f"true_on_policy: engine and trainer log-probs differ by {worst:.3e} at version {self.version}")
 
     async def heal(self) -> None:
-        """Replace dead engines; each serves only after it holds the weights of the current version."""
+        """Replace dead engines; each serves only after it holds the weights of the current version. The trainer must be idle.
+
+        Raises:
+            RuntimeError: an engine died REVIVE_ATTEMPTS times on the way there.
+        """
         for engine_id in self.fleet.dead_ids:
+            await self._revive(engine_id)
+
+    async def _revive(self, engine_id: int) -> None:
+        for _ in range(REVIVE_ATTEMPTS):
             await self.fleet.replace(engine_id)
-            if self.version > 0:  # a fresh engine holds version 0 already
-                await self.sync.catch_up(engine_id)
-            self.fleet.admit(engine_id)
+            why = await self._catch_up(engine_id)
+            if why is None:
+                self.fleet.admit(engine_id)
+                return
+            logger.warning("engine %d died while it took up version %d: %s", engine_id, self.version, why)
+        raise RuntimeError(f"engine {engine_id} died {REVIVE_ATTEMPTS} times in a row while it took up version {self.version}, the last time by: {why}")
+
+    async def _catch_up(self, engine_id: int) -> str | None:
+        """Bring a fresh engine to the current version. None: it serves that; else what it died of."""
+        if self.version == 0:
+            return None  # it holds version 0 already
+        try:
+            return (await self.sync.catch_up(engine_id)).dead.get(engine_id)
+        except UpdateAborted as aborted:
+            if engine_id not in aborted.dead:
+                raise
+            return aborted.dead[engine_id]
 
     def _bury(self, dead: Mapping[int, str]) -> None:
         for engine_id, why in dead.items():
@@ -123,7 +146,7 @@ class RLRun:
         due = config.at_start if at_start else self.version % config.every == 0 or self.version == self.steps
         if not due:
             return None
-        evaluation = await self.evaluator.run(self.fleet)
+        evaluation = await self.evaluator.run(self.fleet, self.heal)
         if at_start:
             self.tracker.log(0, evaluation.metrics)
             self.live.update(0, evaluation.metrics)

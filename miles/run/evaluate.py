@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +18,14 @@ from miles.run.metrics import pass_at_k
 from miles.run.preflight import check_evaluate
 from miles.run.recipe import EvaluateRecipe
 from miles.tracking.tracker import Tracker
-from rollout.actor import GroupTask, RolloutSpec
+from rollout.actor import GroupResult, GroupTask, RolloutSpec
 from rollout.config import EvaluateConfig, SamplingConfig
 from rollout.engines.contracts import SamplingParams
 from rollout.fleet import Fleet
 
 EVALUATION_TIMEOUT_S = 3600.0
+ATTEMPTS = 3
+"""How often a prompt is asked when engines die over it."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,13 @@ class Evaluator:
         dataset = PromptDataset.load(config.data, tokenizer, limit)
         return cls(config, [dataset[i] for i in range(len(dataset))], stop_token_ids(model_path, tokenizer, config.stop), seed)
 
-    async def run(self, fleet: Fleet) -> Evaluation:
-        """Answer every prompt `samples_per_prompt` times, and once greedily when asked."""
+    async def run(self, fleet: Fleet, heal: Callable[[], Awaitable[None]]) -> Evaluation:
+        """Answer every prompt `samples_per_prompt` times, and once greedily when asked. `heal` replaces dead engines at the same weights."""
         config = self._config
         tasks = [self._task(index, prompt, greedy=False) for index, prompt in enumerate(self._prompts)]
         if config.greedy:
             tasks += [self._task(len(self._prompts) + index, prompt, greedy=True) for index, prompt in enumerate(self._prompts)]
-        results = await asyncio.gather(*fleet.submit(tasks))
+        results = await _answers(fleet, tasks, heal)
         sampled, greedy = results[: len(self._prompts)], results[len(self._prompts) :]
         groups = tuple(r.group for r in sampled if r.group is not None)
         metrics = evaluation_metrics(groups, len(self._prompts), config)
@@ -69,6 +71,20 @@ class Evaluator:
         seeds = np.random.SeedSequence([self._seed, 1, index]).generate_state(count, np.uint64) >> np.uint64(1)
         sampling = tuple(sampling_params(self._config, self._stop_ids, int(seed), greedy=greedy) for seed in seeds)
         return GroupTask(claim_id=-1 - index, prompt=prompt, sampling=sampling, timeout_s=EVALUATION_TIMEOUT_S)
+
+
+async def _answers(fleet: Fleet, tasks: Sequence[GroupTask], heal: Callable[[], Awaitable[None]]) -> list[GroupResult]:
+    """One result a task. An engine that died says nothing about the model, so what it was asked is asked again."""
+    answered: dict[int, GroupResult] = {}
+    missing = list(tasks)
+    for _ in range(ATTEMPTS):
+        if fleet.dead_ids:
+            await heal()
+        answered |= {result.claim_id: result for result in await asyncio.gather(*fleet.submit(missing))}
+        missing = [task for task in tasks if answered[task.claim_id].kind == "engine_died"]
+        if not missing:
+            break
+    return [answered[task.claim_id] for task in tasks]
 
 
 def evaluation_metrics(groups: Sequence[Group], num_prompts: int, config: EvaluateConfig) -> dict[str, float]:
@@ -129,8 +145,13 @@ def run(recipe: Resolved[EvaluateRecipe]) -> Evaluation:
 
 
 async def _evaluate(fleet: Fleet, evaluator: Evaluator) -> Evaluation:
+    async def heal() -> None:
+        for engine_id in fleet.dead_ids:
+            await fleet.replace(engine_id)
+            fleet.admit(engine_id)
+
     try:
         await fleet.start()
-        return await evaluator.run(fleet)
+        return await evaluator.run(fleet, heal)
     finally:
         await fleet.close()
