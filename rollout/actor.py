@@ -14,7 +14,7 @@ import ray
 
 from miles.core.environment import worker_environment
 from miles.core.model.config import ModelConfig
-from miles.core.model.load import load_tokenizer
+from miles.core.model.load import tokenizer_of
 from miles.data.types import Group, Prompt, Sample, Status
 from rollout.config import RewardConfig, RolloutConfig
 from rollout.engines.contracts import Engine, EngineError, Generation, Request, SamplingParams
@@ -63,8 +63,7 @@ class RolloutActor:
     def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
         self._engine: Engine = _build_engine(spec)
-        tokenizer = load_tokenizer(spec.model.tokenizer or spec.model.path)
-        self._rewards = RewardRunner(spec.reward, tokenizer)
+        self._rewards = RewardRunner(spec.reward, tokenizer_of(spec.model))
 
     async def start(self) -> str:
         """Bring the engine up; returns the address of this actor's node."""

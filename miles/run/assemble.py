@@ -14,7 +14,7 @@ import numpy as np
 
 from miles.config import Resolved
 from miles.core.checkpoint.store import CheckpointStore
-from miles.core.model.load import context_length, load_tokenizer, stop_token_ids
+from miles.core.model.load import end_tokens, longest_sequence, tokenizer_of
 from miles.data.prompts import PromptDataset, PromptStream
 from miles.data.types import Group
 from miles.run.clock import Clock
@@ -191,12 +191,11 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     """Build every part of `recipe`'s run. Data is read and checked before Ray starts; on the way out everything ends."""
     config = recipe.config
     folder = Path(config.run.folder)
-    tokenizer_path = config.model.tokenizer or config.model.path
-    tokenizer = load_tokenizer(tokenizer_path)
-    limit = config.data.max_prompt_tokens or (config.model.context or context_length(config.model.path)) - config.rollout.max_new_tokens
-    stream = PromptStream(PromptDataset.load(config.data, tokenizer, limit), config.run.seed)
-    evaluator = Evaluator.load(config.evaluate, config.model.path, tokenizer_path, config.run.seed) if config.evaluate.every else None
-    stop_ids = stop_token_ids(config.model.path, tokenizer, config.rollout.stop)
+    tokenizer = tokenizer_of(config.model)
+    room = longest_sequence(config.model) - config.rollout.max_new_tokens
+    stream = PromptStream(PromptDataset.load(config.data, tokenizer, room), config.run.seed)
+    evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed) if config.evaluate.every else None
+    stop_ids = end_tokens(config.model, tokenizer, config.rollout.stop)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
     resume_from = checkpoints.latest_step() if resume else None
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from miles.config import Resolved
-from miles.core.model.load import context_length, load_tokenizer, stop_token_ids
+from miles.core.model.config import ModelConfig
+from miles.core.model.load import end_tokens, longest_sequence, tokenizer_of
 from miles.data.prompts import PromptDataset
 from miles.data.types import Group, Prompt, Status
 from miles.run.cluster import cluster, engine_demands
@@ -44,12 +45,11 @@ class Evaluator:
         self._config, self._prompts, self._stop_ids, self._seed = config, prompts, stop_ids, seed
 
     @classmethod
-    def load(cls, config: EvaluateConfig, model_path: str, tokenizer_path: str, seed: int) -> Evaluator:
-        """Raises ConfigError when the data does not load, or stop strings are not single tokens."""
-        tokenizer = load_tokenizer(tokenizer_path)
-        limit = config.data.max_prompt_tokens or context_length(model_path) - config.max_new_tokens
-        dataset = PromptDataset.load(config.data, tokenizer, limit)
-        return cls(config, [dataset[i] for i in range(len(dataset))], stop_token_ids(model_path, tokenizer, config.stop), seed)
+    def load(cls, config: EvaluateConfig, model: ModelConfig, seed: int) -> Evaluator:
+        """Raises ValueError when the data does not load, or stop strings are not single tokens."""
+        tokenizer = tokenizer_of(model)
+        dataset = PromptDataset.load(config.data, tokenizer, longest_sequence(model) - config.max_new_tokens)
+        return cls(config, [dataset[i] for i in range(len(dataset))], end_tokens(model, tokenizer, config.stop), seed)
 
     async def run(self, fleet: Fleet, heal: Callable[[], Awaitable[None]]) -> Evaluation:
         """Answer every prompt `samples_per_prompt` times, and once greedily when asked. `heal` replaces dead engines at the same weights."""
@@ -132,7 +132,7 @@ def run(recipe: Resolved[EvaluateRecipe]) -> Evaluation:
     check_evaluate(recipe)
     folder = Path(config.run.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    evaluator = Evaluator.load(config.evaluate, config.model.path, config.model.tokenizer or config.model.path, config.run.seed)
+    evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed)
     with cluster(config.cluster, engine_demands(config.rollout), one_node=False) as places:
         specs = [
             RolloutSpec(model=config.model, rollout=config.rollout, reward=config.reward, log_folder=str(folder / "logs"), name=f"engine-{i}")

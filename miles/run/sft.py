@@ -8,7 +8,7 @@ from pathlib import Path
 
 from miles.config import Resolved
 from miles.core.checkpoint.store import CheckpointStore
-from miles.core.model.load import context_length, load_tokenizer
+from miles.core.model.load import longest_sequence, tokenizer_of
 from miles.data.sft import SFTDataset, SFTStream
 from miles.run.clock import Clock
 from miles.run.cluster import cluster, trainer_demands
@@ -59,9 +59,8 @@ def run(recipe: Resolved[SFTRecipe], *, resume: bool = False) -> int:
     config = recipe.config
     check_sft(recipe, resume=resume)
     folder = Path(config.run.folder)
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-    limit = config.data.max_tokens or config.model.context or context_length(config.model.path)
-    stream = SFTStream(SFTDataset.load(config.data, tokenizer, limit), config.run.seed)
+    limit = longest_sequence(config.model)
+    stream = SFTStream(SFTDataset.load(config.data, tokenizer_of(config.model), limit), config.run.seed)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
     resume_from = checkpoints.latest_step() if resume else None
     folder.mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,7 @@ class Sync:
     def _update(self, version: int, engine_ids: Sequence[int]) -> PublishResult:
         assert engine_ids, "no engine is up to receive it"
         gone, when = self.deaths.pop(0) if self.deaths else (set(), "")
-        dead = {engine_id: "killed" for engine_id in gone & set(engine_ids)}
+        dead = dict.fromkeys(gone & set(engine_ids), "killed")
         if when == "before":
             raise UpdateAborted("an engine died", dead)
         self.fleet.holds |= {engine_id: version for engine_id in engine_ids if engine_id not in dead}

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from miles.core.model.config import ModelConfig
-from miles.core.model.load import load_config, load_tokenizer
+from miles.core.model.load import load_config, tokenizer_of
 from weight_sync.contracts import TensorSpec
 
 
@@ -68,7 +68,7 @@ class Exporter:
             shell = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
         shell.generation_config = self._model.generation_config
         shell.save_pretrained(partial, state_dict=state)
-        load_tokenizer(config.tokenizer or config.path, trust_remote_code=config.trust_remote_code).save_pretrained(partial)
+        tokenizer_of(config).save_pretrained(partial)
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(partial, folder)

@@ -1,4 +1,7 @@
-"""Reads a Hugging Face model directory: weights, tokenizer, context length and stop tokens."""
+"""Reads a Hugging Face model directory: weights, tokenizer, context length and stop tokens.
+
+What a whole `[model]` section means is said here once: `longest_sequence`, `tokenizer_of` and `end_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
+
+from miles.core.model.config import ModelConfig
 
 # Loading bars of several processes would run through the run's own progress line.
 transformers_logging.disable_progress_bar()
@@ -56,6 +61,21 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer in {str(path)!r}; set model.tokenizer to a directory that has one: {error}") from error
+
+
+def longest_sequence(model: ModelConfig) -> int:
+    """Tokens of the longest sequence that trainer and engines take: `model.context`, else the model's own. Raises as `context_length`."""
+    return model.context or context_length(model.path, trust_remote_code=model.trust_remote_code)
+
+
+def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """`model.tokenizer`, else the model's own. Raises as `load_tokenizer`."""
+    return load_tokenizer(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
+
+
+def end_tokens(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, extra: Sequence[str]) -> tuple[int, ...]:
+    """`stop_token_ids` of `model`."""
+    return stop_token_ids(model.path, tokenizer, extra, trust_remote_code=model.trust_remote_code)
 
 
 def context_length(path: str | Path, *, trust_remote_code: bool = False) -> int:

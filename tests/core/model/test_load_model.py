@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles.core.model.load import context_length, load_model, load_tokenizer, stop_token_ids
+from miles.core.model.config import ModelConfig
+from miles.core.model.load import context_length, end_tokens, load_model, load_tokenizer, longest_sequence, stop_token_ids, tokenizer_of
 
 
 @pytest.fixture
@@ -76,3 +77,14 @@ def test_stop_tokens_of_all_sources_are_joined(copied: Path) -> None:
 def test_a_stop_text_that_is_not_one_token_is_refused(tiny_model: Path, text: str) -> None:
     with pytest.raises(ValueError, match=f"stop text '{text}' must be one token"):
         stop_token_ids(tiny_model, load_tokenizer(tiny_model), [text])
+
+
+def test_a_model_that_brings_its_own_code_is_read_where_the_recipe_trusts_it(copied: Path) -> None:
+    _edit(copied, model_type="brought", auto_map={"AutoConfig": "configuration_brought.BroughtConfig"})
+    (copied / "configuration_brought.py").write_text(
+        'from transformers import Qwen3Config\n\n\nclass BroughtConfig(Qwen3Config):\n    model_type = "brought"\n', encoding="utf-8"
+    )
+    model = ModelConfig(path=str(copied), trust_remote_code=True)
+    tokenizer = tokenizer_of(model)
+    assert longest_sequence(model) == 256
+    assert end_tokens(model, tokenizer, []) == (tokenizer.eos_token_id,)

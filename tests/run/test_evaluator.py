@@ -1,0 +1,43 @@
+"""Which prompts an evaluation asks, before any engine is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miles.config import ConfigError
+from miles.core.model.config import ModelConfig
+from miles.data.config import PromptDataConfig
+from miles.run.evaluate import Evaluator
+from rollout.config import EvaluateConfig
+
+
+def load(model: ModelConfig, tmp_path: Path, **data: int) -> Evaluator:
+    """Prompts of 10 and of 100 letters, and the template's three tokens more; answers of up to 8 tokens."""
+    file = tmp_path / "test.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a" * n, "answer": "a"}) + "\n" for n in (10, 100)), encoding="utf-8")
+    return Evaluator.load(EvaluateConfig(data=PromptDataConfig(paths=[str(file)], **data), max_new_tokens=8), model, seed=0)
+
+
+def lengths(evaluator: Evaluator) -> list[int]:
+    return [len(prompt.tokens) for prompt in evaluator._prompts]
+
+
+def test_prompts_that_fit_the_model_are_asked(tiny_model: Path, tmp_path: Path) -> None:
+    assert len(lengths(load(ModelConfig(path=str(tiny_model)), tmp_path))) == 2
+
+
+def test_a_shortened_context_bounds_the_prompts_of_an_evaluation_too(tiny_model: Path, tmp_path: Path) -> None:
+    """The engine has that context: it would refuse the longer prompt in the middle of the run."""
+    assert max(lengths(load(ModelConfig(path=str(tiny_model), context=64), tmp_path))) < 64 - 8
+
+
+def test_max_prompt_tokens_cannot_raise_the_bound(tiny_model: Path, tmp_path: Path) -> None:
+    assert len(lengths(load(ModelConfig(path=str(tiny_model), context=64), tmp_path, max_prompt_tokens=1000))) == 1
+
+
+def test_no_room_for_a_prompt_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no room for a prompt"):
+        load(ModelConfig(path=str(tiny_model), context=8), tmp_path)
