@@ -138,8 +138,9 @@ class RunningBatch:
     def _record(self, tokens_N: NDArray[np.int64], logprobs_N: NDArray[np.float32], version: int) -> None:
         count = len(tokens_N)
         made_N = self._slots["made"][:count]
+        width = int(made_N.max()) + 1
         for name in ("tokens", "logprobs", "versions"):
-            self._widen(name, int(made_N.max()) + 1, 0)
+            self._widen(name, width, 0)
         rows_N = np.arange(count)
         self._slots["tokens"][rows_N, made_N] = tokens_N
         self._slots["logprobs"][rows_N, made_N] = logprobs_N

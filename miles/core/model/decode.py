@@ -71,8 +71,9 @@ class Decoder:
     @torch.inference_mode()
     def step(self, tokens_N: Tensor, positions_N: Tensor) -> Tensor:
         """Feed one token to each of the slots 0 .. N-1, at its position, and return the logits [N, V] of what follows, float32."""
-        self.cache.reserve(len(tokens_N), int(positions_N.max()) + 1)
-        hidden_ND = self._run(tokens_N, positions_N, self.cache.step_rows(positions_N))
+        length = int(positions_N.max()) + 1
+        self.cache.reserve(tokens_N.shape[0], length)
+        hidden_ND = self._run(tokens_N, positions_N, self.cache.step_rows(positions_N, length))
         return scaled_logits(hidden_ND, self._head.weight, 1.0, self._linear)
 
     def weights_changed(self) -> None:

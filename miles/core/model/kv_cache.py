@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cache as cached
 
 import torch
 from torch import Tensor
@@ -48,9 +47,9 @@ class SlotCache(ABC):
             self.values[layer] = _copied_into(self._empty_values(rows, length), self.values[layer])
         self.rows, self.capacity = rows, length
 
-    def step_rows(self, positions_N: Tensor) -> StepRows:
-        """The attention context of one new token in each of the slots 0 .. N-1."""
-        return StepRows(self, positions_N)
+    def step_rows(self, positions_N: Tensor, length: int) -> StepRows:
+        """The attention context of one new token in each of the slots 0 .. N-1; with it the longest row has `length` tokens."""
+        return StepRows(self, positions_N, length)
 
     def prefill_rows(self, packed: PackedRows, slots_T: Tensor, positions_T: Tensor) -> PrefillRows:
         """The attention context of packed rows whose token t is at `positions_T[t]` of slot `slots_T[t]`."""
@@ -68,7 +67,8 @@ class SlotCache(ABC):
         """Attention of one query per slot over the slot's tokens, its own included, [N, H, E]."""
 
     @abstractmethod
-    def mask(self, positions_N: Tensor, window: int | None) -> Tensor: ...
+    def mask(self, positions_N: Tensor, length: int, window: int | None) -> Tensor:
+        """What is added to the scores: -inf at keys that a row does not see."""
 
     @abstractmethod
     def _empty_keys(self, rows: int, length: int) -> Tensor: ...
@@ -80,12 +80,18 @@ class SlotCache(ABC):
 class StepRows:
     """Attention context of a decoding step: writes the new token's key and value, then attends over the slot."""
 
-    def __init__(self, cache: SlotCache, positions_N: Tensor):
+    def __init__(self, cache: SlotCache, positions_N: Tensor, length: int):
+        self.length = length
         self._cache = cache
-        self._slots_N = torch.arange(len(positions_N), device=positions_N.device)
+        self._slots_N = torch.arange(positions_N.shape[0], device=positions_N.device)
         self._positions_N = positions_N
-        self.length = int(positions_N.max()) + 1
-        self.mask = cached(lambda window: cache.mask(positions_N, window))
+        self._masks: dict[int | None, Tensor] = {}
+
+    def mask(self, window: int | None) -> Tensor:
+        """Computed once for all layers with this sliding window."""
+        if window not in self._masks:
+            self._masks[window] = self._cache.mask(self._positions_N, self.length, window)
+        return self._masks[window]
 
     def attend(self, layer: int, query_NHE: Tensor, key_NGE: Tensor, value_NGE: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
         """As `PackedRows.attend`; token t is the new token of slot t."""
@@ -124,9 +130,9 @@ class KVCache(SlotCache):
         scores_BRT = torch.baddbmm(rows.mask(window), query_BRE, keys_BTE.transpose(1, 2), alpha=scaling)
         return torch.bmm(scores_BRT.softmax(-1), values_BTE).view(count, -1, self.width)
 
-    def mask(self, positions_N: Tensor, window: int | None) -> Tensor:
-        """Additive, [N * G, 1, T]."""
-        hidden_NT = _hidden_keys(positions_N, int(positions_N.max()) + 1, window)
+    def mask(self, positions_N: Tensor, length: int, window: int | None) -> Tensor:
+        """[N * G, 1, T]."""
+        hidden_NT = _hidden_keys(positions_N, length, window)
         return _additive(hidden_NT, self._dtype).repeat_interleave(self.heads, 0)[:, None]
 
     def _empty_keys(self, rows: int, length: int) -> Tensor:
@@ -157,9 +163,8 @@ class TiledKVCache(SlotCache):
         output_SBQE = torch.stack([attend_tile(query_BQE, keys_KBET, values_KBTE, rows.mask(window)) for query_BQE in query_SBQE])
         return queries_of(output_SBQE, count, 1, heads)[:, 0]
 
-    def mask(self, positions_N: Tensor, window: int | None) -> Tensor:
-        """Additive, [K, N * G, 1, 32]."""
-        length = int(positions_N.max()) + 1
+    def mask(self, positions_N: Tensor, length: int, window: int | None) -> Tensor:
+        """[K, N * G, 1, 32]."""
         check_window(window, length)
         hidden_NT = _hidden_keys(positions_N, -(-length // KEYS) * KEYS, None)
         mask_BT = _additive(hidden_NT, self._dtype).repeat_interleave(self.heads, 0)
