@@ -65,6 +65,8 @@ class EvaluateConfig(SamplingConfig):
 
     @model_validator(mode="after")
     def _k_fits(self) -> EvaluateConfig:
+        if not self.k or min(self.k) < 1:
+            raise ValueError(f"evaluate.k = {self.k}: name at least one k, each 1 or more, for example [1]")
         too_large = [k for k in self.k if k > self.samples_per_prompt]
         if too_large:
             raise ValueError(f"evaluate.k has {too_large[0]}, but samples_per_prompt is {self.samples_per_prompt}: pass@k needs at least k samples")

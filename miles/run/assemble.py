@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from algorithms import registry
 from miles.config import Resolved
 from miles.core.checkpoint.store import CheckpointStore
 from miles.core.model.load import end_tokens, longest_sequence, tokenizer_of
@@ -188,8 +189,11 @@ class RLRun:
 
 @contextmanager
 def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
-    """Build every part of `recipe`'s run. Data is read and checked before Ray starts; on the way out everything ends."""
+    """Build every part of `recipe`'s run. Objective and data are looked up and checked before Ray starts; on the way out everything ends."""
     config = recipe.config
+    # The trainer looks them up too, but late and in a process of its own.
+    registry.advantage(config.algorithm)
+    registry.loss(config.algorithm)
     folder = Path(config.run.folder)
     tokenizer = tokenizer_of(config.model)
     room = longest_sequence(config.model) - config.rollout.max_new_tokens

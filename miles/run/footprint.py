@@ -46,6 +46,17 @@ def engine_terms(model: ModelConfig, rollout: RolloutConfig, count: int) -> dict
     }
 
 
+def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: str, count: int) -> dict[str, int]:
+    """MiB under /dev/shm of one machine by reason. SGLang engines keep the export they serve, to go back to, beside the one that comes:
+    with the `tensor` transport all of them share it, by `broadcast` each has its own."""
+    export = _mib(count * _BYTES[model.dtype])
+    terms = {"weights of an update": export} if transport == "tensor" else {}
+    if rollout.engine == "sglang":
+        copies = 1 if transport == "tensor" else 2 * rollout.engines
+        terms[f"{copies} x weights that SGLang engines keep"] = copies * export
+    return terms
+
+
 def _mib(size: int) -> int:
     return math.ceil(size / MIB)
 

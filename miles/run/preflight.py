@@ -37,8 +37,8 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     count = footprint.parameters(Path(recipe.model.path))
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=recipe.algorithm.kl_coef > 0)
     terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
-    bucket = recipe.weight_sync.bucket_mb if recipe.weight_sync.transport == "tensor" else 0.0
-    _check_cluster(recipe.cluster, f"{engines} + {ranks}", cpus, terms, bucket)
+    shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count)
+    _check_cluster(recipe.cluster, f"{engines} + {ranks}", cpus, terms, shared)
 
 
 def check_sft(resolved: Resolved[SFTRecipe], *, resume: bool = False) -> None:
@@ -50,7 +50,7 @@ def check_sft(resolved: Resolved[SFTRecipe], *, resume: bool = False) -> None:
     _check_tracking(recipe.tracking)
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, footprint.parameters(Path(recipe.model.path)), reference=False)
     ranks, threads = recipe.trainer.ranks, recipe.trainer.threads
-    _check_cluster(recipe.cluster, f"{ranks} trainer ranks x {threads} threads", ranks * threads, terms, 0.0)
+    _check_cluster(recipe.cluster, f"{ranks} trainer ranks x {threads} threads", ranks * threads, terms, {})
 
 
 def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
@@ -64,7 +64,7 @@ def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
     _check_tracking(recipe.tracking)
     terms = footprint.engine_terms(recipe.model, recipe.rollout, footprint.parameters(Path(recipe.model.path)))
     engines, threads = recipe.rollout.engines, recipe.rollout.threads
-    _check_cluster(recipe.cluster, f"{engines} engines x {threads} threads", engines * threads, terms, 0.0)
+    _check_cluster(recipe.cluster, f"{engines} engines x {threads} threads", engines * threads, terms, {})
 
 
 def _check_folder(run: RunConfig, resume: bool) -> None:
@@ -112,7 +112,7 @@ def _check_tracking(tracking: TrackingConfig) -> None:
         raise ConfigError("tracking.wandb = 'online', but there is no key: set WANDB_API_KEY or run `wandb login`; or use tracking.wandb=offline")
 
 
-def _check_cluster(cluster: ClusterConfig, who: str, cpus: int, terms: dict[str, int], bucket_mb: float) -> None:
+def _check_cluster(cluster: ClusterConfig, who: str, cpus: int, terms: dict[str, int], shared: dict[str, int]) -> None:
     """A cluster that is joined has its own resources, which are checked once it answers; one started here has this machine's."""
     _check_ray_address(cluster)
     if cluster.address is not None:
@@ -123,8 +123,9 @@ def _check_cluster(cluster: ClusterConfig, who: str, cpus: int, terms: dict[str,
             f"the run needs {who} = {cpus} CPUs, but a cluster started here shares out {have} (the machine has {machine.cores()} cores). "
             f"Ask for less, or let them share cores with cluster.cpus={cpus}"
         )
-    _check_shared_memory(cluster, bucket_mb)
-    _check_memory(terms | {"Ray": footprint.RAY_MIB, "cluster.object_store_mb": cluster.object_store_mb})
+    shared = {"cluster.object_store_mb": cluster.object_store_mb} | shared
+    _check_shared_memory(shared)
+    _check_memory(terms | {"Ray": footprint.RAY_MIB} | shared)
 
 
 def _check_ray_address(cluster: ClusterConfig) -> None:
@@ -137,19 +138,22 @@ def _check_ray_address(cluster: ClusterConfig) -> None:
         )
 
 
-def _check_shared_memory(cluster: ClusterConfig, bucket_mb: float) -> None:
-    free = machine.free_shared_memory()
-    need = cluster.object_store_mb + 2 * bucket_mb
+def _check_shared_memory(terms: dict[str, int]) -> None:
+    need, free = sum(terms.values()), machine.free_shared_memory()
     if free is not None and need * MIB > free:
         raise ConfigError(
-            f"/dev/shm has {free // MIB} MiB free, but the run needs {need:.0f} MiB: "
-            f"cluster.object_store_mb {cluster.object_store_mb} + 2 buckets x {bucket_mb:g}. "
-            "Give it more (a container: --shm-size=1g), or lower cluster.object_store_mb (at least 80) and weight_sync.bucket_mb"
+            f"/dev/shm has {free // MIB} MiB free, but the run needs {need} MiB: {_sum_text(terms)}. Give it more (a container: --shm-size=1g), lower "
+            "cluster.object_store_mb (at least 80), or move weights by weight_sync.transport=broadcast, which with torch engines needs no room there"
         )
 
 
 def _check_memory(terms: dict[str, int]) -> None:
     need, free = sum(terms.values()), machine.free_memory() // MIB
     if need > free:
-        sum_text = " + ".join(f"{reason} = {mib}" for reason, mib in terms.items())
-        raise ConfigError(f"the run needs about {need} MiB of memory, but {free} MiB are free: {sum_text}. Use fewer ranks or engines, or a smaller model")
+        raise ConfigError(
+            f"the run needs about {need} MiB of memory, but {free} MiB are free: {_sum_text(terms)}. Use fewer ranks or engines, or a smaller model"
+        )
+
+
+def _sum_text(terms: dict[str, int]) -> str:
+    return " + ".join(f"{reason} = {mib}" for reason, mib in terms.items())

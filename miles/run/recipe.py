@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from algorithms.config import AlgorithmConfig
+from algorithms.config import GROUP_RELATIVE, AlgorithmConfig
 from miles.config import Section
 from miles.core.checkpoint.config import CheckpointConfig
 from miles.core.model.config import ModelConfig
@@ -60,10 +60,13 @@ class RLRecipe(Section):
                 f"rollout.prompts_per_step = {prompts} does not divide into trainer.optimizer_steps_per_batch = {updates}: "
                 f"{prompts} / {updates} = {prompts / updates:.2f} prompts per optimizer step; groups are never split"
             )
-        if group == 1 and self.algorithm.advantages == "grpo":
+        if group == 1 and self.algorithm.advantages in GROUP_RELATIVE:
             raise ValueError(
-                "rollout.samples_per_prompt = 1 with algorithm.advantages = 'grpo': a group of one has no baseline and learns nothing; use at least 2"
+                f"rollout.samples_per_prompt = 1 with algorithm.advantages = {self.algorithm.advantages!r}: a group of one has no baseline and learns "
+                "nothing; use at least 2, or algorithm.advantages = 'reinforce_pp'"
             )
+        if group == 1 and self.algorithm.dynamic_sampling:
+            raise ValueError("rollout.samples_per_prompt = 1 with algorithm.dynamic_sampling: all rewards of a group of one are equal, so each is dropped")
         if self.rollout.temperature == 0:
             raise ValueError("rollout.temperature = 0 samples greedily: every sample of a group would be the same; use a temperature above 0")
         if self.model.true_on_policy and self.model.dtype != "float32":

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from miles.config import ConfigError, Resolved, load
+from miles.core.model.config import ModelConfig
 from miles.run import footprint, machine, preflight
 from miles.run.recipe import RLRecipe, SFTRecipe
+from rollout.config import RolloutConfig
 
 
 @pytest.fixture
@@ -108,7 +110,23 @@ def test_more_memory_than_there_is_shows_the_arithmetic(recipe):
 def test_more_shared_memory_than_there_is_shows_the_arithmetic(recipe):
     assert machine.free_shared_memory() is not None
     message = refused(recipe("cluster.object_store_mb=100000000"))
-    assert "cluster.object_store_mb 100000000 + 2 buckets x 64" in message
+    assert "cluster.object_store_mb = 100000000 + weights of an update = 1" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"engine": "torch", "transport": "tensor", "engines": 3}, 1000),
+        ({"engine": "torch", "transport": "broadcast", "engines": 3}, 0),
+        ({"engine": "sglang", "transport": "tensor", "engines": 3}, 2000),
+        ({"engine": "sglang", "transport": "broadcast", "engines": 3}, 6000),
+    ],
+)
+def test_an_update_is_in_shared_memory_whole_and_sglang_keeps_the_one_before(options, needed):
+    """1000 MiB of float32 weights, whatever the size of a bucket: files stay until every engine has taken all."""
+    rollout = RolloutConfig(engine=options["engine"], engines=options["engines"])
+    terms = footprint.shared_memory_terms(ModelConfig(path="m"), rollout, options["transport"], 1000 * 2**20 // 4)
+    assert sum(terms.values()) == needed
 
 
 def test_wandb_online_without_a_key_is_refused(recipe, monkeypatch, tmp_path):

@@ -1,0 +1,45 @@
+"""Recipes whose values do not go together are refused by the values, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from miles.config import ConfigError, load
+from miles.run.assemble import assemble
+from miles.run.recipe import RLRecipe
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(RLRecipe, None, ["model.path=m", *overrides])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp_baseline", "gdpo"])
+def test_a_group_of_one_is_refused_by_every_group_relative_estimator(name: str) -> None:
+    message = refused("rollout.samples_per_prompt=1", f"algorithm.advantages={name}")
+    assert f"rollout.samples_per_prompt = 1 with algorithm.advantages = '{name}'" in message
+
+
+def test_a_group_of_one_is_taken_where_the_batch_is_the_baseline() -> None:
+    load(RLRecipe, None, ["model.path=m", "rollout.samples_per_prompt=1", "algorithm.advantages=reinforce_pp"])
+
+
+def test_dynamic_sampling_of_groups_of_one_is_refused() -> None:
+    assert "algorithm.dynamic_sampling" in refused("rollout.samples_per_prompt=1", "algorithm.advantages=reinforce_pp", "algorithm.dynamic_sampling=true")
+
+
+@pytest.mark.parametrize("k", ["[]", "[0]", "[1, -2]"])
+def test_pass_at_k_needs_a_k(k: str) -> None:
+    assert "evaluate.k = [" in refused(f"evaluate.k={k}")
+
+
+def test_prompts_that_do_not_divide_show_the_arithmetic() -> None:
+    assert "7 / 2 = 3.50 prompts per optimizer step" in refused("rollout.prompts_per_step=7", "trainer.optimizer_steps_per_batch=2")
+
+
+@pytest.mark.parametrize(("option", "value", "nearest"), [("advantages", "grppo", "grpo"), ("loss", "ppo_clp", "ppo_clip")])
+def test_a_misspelt_objective_is_refused_before_ray_starts(option: str, value: str, nearest: str) -> None:
+    recipe = load(RLRecipe, None, ["model.path=m", f"algorithm.{option}={value}"])
+    with pytest.raises(ConfigError, match=f"algorithm.{option} = '{value}' is not known; did you mean '{nearest}'"), assemble(recipe, resume=False):
+        raise AssertionError("a run was assembled")
