@@ -42,6 +42,7 @@ class SGLangWeights:
 
     def __init__(self, server: SGLangServer, facts: ModelFacts, dtype: str, ranks: int, version: int) -> None:
         self.version = version
+        self.commits = 0
         self._server = server
         self._facts = facts
         self._dtype = dtype
@@ -76,7 +77,7 @@ class SGLangWeights:
         if self._shapes is None:
             self._shapes = stored_shapes(self._facts.folder)
         check_manifest(manifest, self._shapes, self._dtype, self._facts.tied, self._server.name)
-        needed = export_bytes(manifest) if self._group is not None else 0
+        needed = export_bytes(manifest)  # retained until the next commit, whichever way it comes
         free = shutil.disk_usage(self._folder()).free
         if needed > free:
             raise WeightSyncError(f"{self._server.name}: version {manifest.version} needs {needed} bytes under {self._folder()}, but {free} are free")
@@ -117,6 +118,7 @@ class SGLangWeights:
         _remove(self._retained or [])
         self._retained, self._incoming = self._incoming, []
         self.version = version
+        self.commits += 1
         self._manifest = None
 
     def abort(self) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.weight_sync.cast import Cast, files_of, publish
-from tests.weight_sync.processes import Process
+from tests.weight_sync.processes import EngineProcesses, Process
 from weight_sync.buckets import plan
 from weight_sync.contracts import Manifest, TensorSpec, WeightSyncError
 from weight_sync.gather import export_specs
+from weight_sync.transaction import WeightSync
 
 TRANSPORTS = ["tensor", "broadcast"]
 
@@ -50,6 +52,26 @@ def test_engines_generate_at_the_new_version(cast: Cast, tmp_path: Path, transpo
     version = cast.next_version()
     publish(cast.sync(tmp_path / "journal", transport), version)
     assert cast.generating() == {0: version, 1: version}
+
+
+class Watching(EngineProcesses):
+    """Notes how many bucket files lie in shared memory while an engine takes one."""
+
+    def __init__(self, engines: EngineProcesses, journal: Path) -> None:
+        super().__init__(engines.processes)
+        self._journal = journal
+        self.most = 0
+
+    async def call(self, engine_id: int, method: str, *args: Any) -> Any:
+        result = await super().call(engine_id, method, *args)
+        self.most = max(self.most, len(files_of(self._journal)))
+        return result
+
+
+def test_at_most_two_buckets_lie_in_shared_memory(cast: Cast, tmp_path: Path) -> None:
+    watching = Watching(cast.engines, tmp_path / "journal")
+    publish(WeightSync(cast.config("tensor", bucket_mb=0.02), tmp_path / "journal", cast.trainer, watching), cast.next_version())
+    assert 1 <= watching.most <= 2
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])

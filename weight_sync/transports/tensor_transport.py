@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from weight_sync.buckets import export_bytes
 from weight_sync.contracts import Bucket, Manifest, SharedMemory, WeightSource, WeightSyncError
 from weight_sync.gather import gather_bucket
 from weight_sync.layout import nbytes, torch_dtype, views
@@ -21,9 +20,10 @@ FOLDER = Path("/dev/shm")
 
 
 class TensorTransport:
-    """While the engines take bucket i, the trainer gathers bucket i+1.
+    """While the engines take bucket i, the trainer gathers bucket i+1; then the file of bucket i goes.
 
-    Files stay until the whole update has been received, since engines may keep views on them; the room they need is checked first.
+    So two buckets lie in /dev/shm at once, and room for them is checked first. An engine that keeps a bucket (by a view or a hard link)
+    keeps its memory: the room for that is the engine's to check, in `weights_begin`.
     """
 
     def __init__(self, trainer: Trainer, engines: Engines, *, prefix: str, timeout_s: float) -> None:
@@ -46,15 +46,17 @@ class TensorTransport:
     async def send(self, manifest: Manifest, digests: bool) -> dict[str, str]:
         self._clean = False
         self._attempt += 1  # no file name twice: an engine that is late with an earlier attempt must not find this one's bytes
-        await call_trainer(self._trainer, self._timeout_s, check_room, export_bytes(manifest), len(manifest.buckets))
+        await call_trainer(self._trainer, self._timeout_s, check_room, max(map(nbytes, manifest.buckets)), len(manifest.buckets))
         found: dict[str, str] = {}
         receiving: list[asyncio.Task[Any]] = []
+        received = present = None
         try:
             for bucket in manifest.buckets:
                 payload = SharedMemory(str(FOLDER / f"{self._prefix}-{manifest.version}-{self._attempt}-{bucket.index}"), nbytes(bucket))
-                self._writing = asyncio.ensure_future(call_trainer(self._trainer, self._timeout_s, write_bucket, bucket, payload.path, digests))
+                self._writing = asyncio.ensure_future(call_trainer(self._trainer, self._timeout_s, write_bucket, bucket, payload.path, received, digests))
                 await until_first_failure([*receiving, self._writing])
                 found |= self._writing.result()[0]
+                received, present = present, payload.path
                 receiving = [asyncio.ensure_future(call_all(self._engines, self._engine_ids, self._timeout_s, "weights_receive", bucket, payload))]
             await until_first_failure(receiving)
         finally:
@@ -75,22 +77,27 @@ class TensorTransport:
             self._clean = True
 
 
-def check_room(backend: WeightSource, rank: int, need: int, buckets: int) -> None:
-    """Refuse an export that does not fit /dev/shm, before the first byte is written."""
+def check_room(backend: WeightSource, rank: int, largest: int, buckets: int) -> None:
+    """Refuse an update whose buckets do not fit /dev/shm, before the first byte is written. `largest`: bytes of the largest bucket."""
     if rank != 0:
         return
     state = os.statvfs(FOLDER)
     free, size = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
+    at_once = min(2, buckets)
+    need = at_once * largest
     if need > free:
         raise WeightSyncError(
-            f"weight_sync.transport = 'tensor' needs {need / 2**20:.1f} MiB in {FOLDER} ({buckets} buckets), but {free / 2**20:.1f} of its "
-            f"{size / 2**20:.1f} MiB are free, {(need - free) / 2**20:.1f} too few: enlarge it (docker run --shm-size=...), "
-            "remove files there, or set weight_sync.transport = 'broadcast'"
+            f"weight_sync.transport = 'tensor' needs {need / 2**20:.1f} MiB in {FOLDER} ({at_once} x {largest / 2**20:.1f} MiB, its largest bucket), but "
+            f"{free / 2**20:.1f} of its {size / 2**20:.1f} MiB are free, {(need - free) / 2**20:.1f} too few: enlarge it (docker run --shm-size=...), "
+            "lower weight_sync.bucket_mb, or set weight_sync.transport = 'broadcast'"
         )
 
 
-def write_bucket(backend: WeightSource, rank: int, bucket: Bucket, path: str, digests: bool) -> dict[str, str]:
-    """Gather one bucket straight into the file `path`. Collective; rank 0 writes and returns the digests."""
+def write_bucket(backend: WeightSource, rank: int, bucket: Bucket, path: str, received: str | None, digests: bool) -> dict[str, str]:
+    """Gather one bucket straight into the file `path`, in place of the file `received`, which every engine has taken by now.
+    Collective; rank 0 writes and returns the digests."""
+    if rank == 0 and received is not None:
+        Path(received).unlink(missing_ok=True)
     return gather_bucket(backend, rank, bucket, lambda: _create(bucket, path), digests)
 
 
