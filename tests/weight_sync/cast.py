@@ -64,7 +64,7 @@ class Cast:
                 engine.call("weights_abort")
                 engine.call("resume")
             else:
-                self.engines.processes[engine_id] = self._new_engine()
+                self.replace(engine_id)
 
     def close(self) -> None:
         for process in [*self.ranks, *self.engines.processes.values()]:
