@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles.data.order import refuse_other_data
 from miles.data.prompts import PromptStream
 from miles.data.types import Group
 from rollout.actor import GroupResult, GroupTask
@@ -100,9 +101,11 @@ class Producer:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON: what a resumed run needs to skip no prompt and repeat none. Groups that were in flight are generated again."""
-        return {"claims": self.claims.state_dict(), "buffer": self.buffer.state_dict()}
+        return {"claims": self.claims.state_dict(), "buffer": self.buffer.state_dict(), "stream": self.stream.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError where the prompts or their order are not those that the claims were made on."""
+        refuse_other_data(state["stream"], self.stream.fingerprint)
         self.claims.load_state_dict(state["claims"])
         self.buffer.load_state_dict(state["buffer"], self.stream.prompt)
         buffered = set(self.buffer.claim_ids())
@@ -113,6 +116,7 @@ class Producer:
         missing = capacity - len(self._in_flight) - len(self.buffer)
         if missing <= 0 or not self.fleet.engine_ids:
             return
+        self._waiting.sort()  # they came back in whatever order their attempts ended
         again, self._waiting = self._waiting[:missing], self._waiting[missing:]
         self._submit(again + [self.claims.claim() for _ in range(missing - len(again))])
 
@@ -123,13 +127,14 @@ class Producer:
             future.add_done_callback(self._on_done)
 
     def _on_done(self, future: asyncio.Future[GroupResult]) -> None:
+        """Whatever is raised here ends the run: the event loop would only log it, and `take` wait for a group that is lost."""
         self._changed.set()
-        if future.cancelled():
-            return
-        if (error := future.exception()) is not None:
+        try:
+            self._receive(future.result())
+        except Exception as error:  # noqa: BLE001 - `take` raises it
             self._error = error
-            return
-        result = future.result()
+
+    def _receive(self, result: GroupResult) -> None:
         self._in_flight.discard(result.claim_id)
         if result.group is None:
             self._on_failure(result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,6 +101,11 @@ class PromptStream:
 
     def prompt(self, claim_id: int) -> Prompt:
         return self.dataset[self._order[claim_id]]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for streams whose claims all have the same prompts."""
+        return self._order.fingerprint(self.dataset[i].tokens for i in range(len(self.dataset)))
 
 
 def _encode(config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, table: rows.Table) -> tuple[list[str], list[NDArray[np.int64]]]:
