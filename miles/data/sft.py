@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,6 +112,11 @@ class SFTStream:
         """Samples at positions step x batch_size and on; a batch may span the end of an epoch."""
         return [self.dataset[self._order[position]] for position in range(step * batch_size, (step + 1) * batch_size)]
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for streams whose positions all have the same tokens."""
+        return self._order.fingerprint(self.dataset[i].tokens for i in range(len(self.dataset)))
+
 
 _Trajectory = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Token ids [T] and which of them count [T]."""
@@ -176,7 +182,10 @@ def _trajectories(
     if isinstance(conversation, tuple):
         return [conversation]
     try:
-        return [(c.tokens_T, c.mask_T) for c in _encode(config, tokenizer, conversation, counts)]
+        trajectories = [(c.tokens_T, c.mask_T) for c in _encode(config, tokenizer, conversation, counts)]
+        if config.train_on != "all" and not all(mask.any() for _, mask in trajectories):
+            raise ConfigError(f"{place}: an assistant turn is empty and the template ends it with no token either, so there is nothing to train")
+        return trajectories
     except chat.UnalignedTurn:
         counts["unaligned"] += 1
         return []

@@ -23,6 +23,7 @@ from miles.run.cluster import Places, cluster, engine_demands, trainer_demands
 from miles.run.evaluate import Evaluation, Evaluator, sampling_params
 from miles.run.live import Live
 from miles.run.recipe import RLRecipe
+from miles.run.resume import first_step
 from miles.tracking.tracker import Tracker
 from rollout.actor import RolloutSpec
 from rollout.buffer import Buffer
@@ -201,12 +202,11 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed) if config.evaluate.every else None
     stop_ids = end_tokens(config.model, tokenizer, config.rollout.stop)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
-    resume_from = checkpoints.latest_step() if resume else None
     folder.mkdir(parents=True, exist_ok=True)
     demands = trainer_demands(config.trainer) + engine_demands(config.rollout)
     with (
         cluster(config.cluster, demands, one_node=config.weight_sync.transport == "tensor") as places,
-        Tracker(config.tracking, folder, config.model_dump(mode="json"), None if resume_from is None else resume_from + 1) as tracker,
+        Tracker(config.tracking, folder, config.model_dump(mode="json"), first_step(checkpoints, resume)) as tracker,
         Live("rl", config.run.steps) as live,
     ):
         yield _build(config, folder, places, tracker, live, stream, evaluator, stop_ids, checkpoints, tokenizer, resume)

@@ -9,12 +9,14 @@ from pathlib import Path
 from miles.config import Resolved
 from miles.core.checkpoint.store import CheckpointStore
 from miles.core.model.load import longest_sequence, tokenizer_of
+from miles.data.order import refuse_other_data
 from miles.data.sft import SFTDataset, SFTStream
 from miles.run.clock import Clock
 from miles.run.cluster import cluster, trainer_demands
 from miles.run.live import Live
 from miles.run.preflight import check_sft
 from miles.run.recipe import SFTRecipe
+from miles.run.resume import first_step
 from miles.tracking.tracker import Tracker
 from trainer.actor import TrainerGroup
 
@@ -32,6 +34,11 @@ class SFTRun:
     live: Live
     version: int = 0
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the batches: a step of a checkpoint means the same batch only where it is equal."""
+        return f"{self.recipe.batch_size} x {self.stream.fingerprint}"
+
 
 async def train(run: SFTRun) -> None:
     """Train from `run.version` to the recipe's last step."""
@@ -44,7 +51,7 @@ async def train(run: SFTRun) -> None:
         run.version += 1
         with clock("checkpoint"):
             if (recipe.checkpoint.every and run.version % recipe.checkpoint.every == 0) or run.version == steps:
-                await run.trainer.save(run.checkpoints.begin(run.version), {"version": run.version})
+                await run.trainer.save(run.checkpoints.begin(run.version), {"version": run.version, "stream": run.fingerprint})
         metrics = clock.metrics() | trained.metrics | {"version/trained": float(run.version)}
         metrics["throughput/trained_tokens_per_s"] = sum(len(s.tokens) for s in batch) / metrics["seconds/train"]
         run.tracker.log(run.version, metrics)
@@ -62,11 +69,10 @@ def run(recipe: Resolved[SFTRecipe], *, resume: bool = False) -> int:
     limit = longest_sequence(config.model)
     stream = SFTStream(SFTDataset.load(config.data, tokenizer_of(config.model), limit), config.run.seed)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
-    resume_from = checkpoints.latest_step() if resume else None
     folder.mkdir(parents=True, exist_ok=True)
     with (
         cluster(config.cluster, trainer_demands(config.trainer), one_node=False) as places,
-        Tracker(config.tracking, folder, config.model_dump(mode="json"), None if resume_from is None else resume_from + 1) as tracker,
+        Tracker(config.tracking, folder, config.model_dump(mode="json"), first_step(checkpoints, resume)) as tracker,
         Live("sft", config.run.steps) as live,
     ):
         trainer = TrainerGroup(
@@ -90,7 +96,9 @@ async def _train_and_close(run: SFTRun, resume: bool) -> None:
         await run.trainer.start()
         latest = run.checkpoints.latest() if resume else None
         if latest is not None:
-            run.version = int((await run.trainer.load(latest))["version"])
+            state = await run.trainer.load(latest)
+            refuse_other_data(state["stream"], run.fingerprint)
+            run.version = int(state["version"])
         await train(run)
     finally:
         await run.trainer.close()

@@ -148,6 +148,23 @@ def test_a_batch_depends_on_its_step_alone(tmp_path):
     assert ids(resumed.batch(2, 4)) == forwards[2]
 
 
+def test_a_fingerprint_changes_with_whatever_moves_a_row(tmp_path):
+    def fingerprint(*rows: str, seed: int = 0) -> str:
+        return SFTStream(load(jsonl(tmp_path, *[{"prompt": row, "completion": "c"} for row in rows])), seed).fingerprint
+
+    same = fingerprint("a", "b", "c")
+    assert same == fingerprint("a", "b", "c")
+    others = [fingerprint("a", "b", "c", seed=1), fingerprint("a", "c", "b"), fingerprint("a", "b"), fingerprint("a", "b", "d")]
+    assert len({same, *others}) == 5
+
+
+def test_an_empty_turn_that_no_token_ends_is_refused_by_place(tmp_path):
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    path = jsonl(tmp_path, {"messages": [user("a"), assistant("")]})
+    with pytest.raises(ConfigError, match=r"sft\.jsonl:1: an assistant turn is empty"):
+        load(path, byte_tokenizer(template), messages_column="messages")
+
+
 def test_samples_have_the_dtypes_and_marks_of_a_trajectory_without_an_engine(tmp_path):
     sample = load(jsonl(tmp_path, {"prompt": "a", "completion": "b"}))[0]
     assert sample.weight_versions.tolist() == [-1] * sample.response_length
