@@ -87,13 +87,13 @@ class SGLangEngine:
             return []
         for request in requests:
             check_request(request, self._facts)
-        if self._asleep:
-            raise EngineError(f"{self._server.name} is asleep ({', '.join(sorted(self._asleep))}): wake it before generating")
         while self._resumed is not None:
             await self._resumed.wait()
+        if self._asleep:
+            raise EngineError(f"{self._server.name} is asleep ({', '.join(sorted(self._asleep))}): wake it before generating")
         # SGLang aborts by prefix of the id, and two ids in use at once are an error: the caller's ids cannot serve.
         server_ids = [uuid.uuid4().hex for _ in requests]
-        body = request_body(requests, server_ids, self._facts, self._weights.version, self._seeded)
+        body = request_body(requests, server_ids, self._facts, self._weights.commits, self._seeded)
         self._enter(requests, server_ids)
         try:
             # When the caller gives up, the connection closes, and SGLang itself ends the requests within four seconds.
@@ -148,6 +148,9 @@ class SGLangEngine:
             raise ValueError(f"sleep tags {sorted(unknown)} are unknown; valid: weights, kv_cache")
         self._asleep |= set(tags)
         await self._abort_until(lambda: not self._in_flight)
+        # A request whose caller gave up may still run for seconds, and SGLang dies when it is asked for memory while it works.
+        await self._abort_once(None)
+        await self._call("/pause_generation", {"mode": "retract"})
         await self._call("/release_memory_occupation", {"tags": list(tags)})
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -159,6 +162,8 @@ class SGLangEngine:
         if "weights" in woken and self._rollout.gpus_per_engine > 0:
             await asyncio.to_thread(self._weights.reload)
         self._asleep -= set(woken)
+        if not self._asleep and self._pause_mode is None:
+            await self._call("/continue_generation", {"torch_empty_cache": False})
 
     async def health(self) -> EngineHealth:
         """Asks the scheduler itself, so a server that hangs is not healthy. Counts are this client's."""

@@ -33,16 +33,16 @@ def check_request(request: Request, facts: ModelFacts) -> None:
         )
 
 
-def request_body(requests: Sequence[Request], server_ids: Sequence[str], facts: ModelFacts, weight_version: int, seeded: bool) -> dict[str, Any]:
+def request_body(requests: Sequence[Request], server_ids: Sequence[str], facts: ModelFacts, commits: int, seeded: bool) -> dict[str, Any]:
     """One HTTP body for all `requests`."""
     return {
         "rid": list(server_ids),
         "input_ids": [[*request.prompt.tolist(), *request.generated.tolist()] for request in requests],
         "sampling_params": [_sampling(request, facts, seeded) for request in requests],
         "return_logprob": True,
-        # The prefix cache is kept apart by version: keys and values of old weights never serve a new request, even where an
-        # update in place could not empty the cache.
-        "extra_key": f"v{weight_version}",
+        # The prefix cache is kept apart by update (not by version: a rewound run uses a number twice): keys and values of old
+        # weights never serve a new request, even where an update in place could not empty the cache.
+        "extra_key": f"commit-{commits}",
     }
 
 

@@ -20,6 +20,9 @@ from weight_sync.contracts import FromGroup, WeightSyncError
 TOLERANCE = 2e-5  # float32 log-probs of two implementations that sum in different orders
 CONTEXT = 256  # of the tiny model
 
+# Long responses that run beside the one under test, so that a busy machine has time to cut that one before its end.
+CROWD = [request(new=FULL, start=i, seed=i, name=f"crowd/{i}") for i in range(16)]
+
 
 @pytest.fixture(scope="session")
 def torch_engine(tiny_model: Path) -> Iterator[Engine]:
@@ -143,8 +146,9 @@ def test_aborted_requests_return_what_they_have_and_can_go_on(bench: Bench) -> N
     asked = [request(new=FULL, seed=i, start=i, name=f"7/{i}") for i in range(2)]
 
     async def run() -> list:
-        (running,) = await bench.under_way(asked)
+        running, crowd = await bench.under_way(asked, CROWD)
         await bench.engine.abort(["7/0", "7/1"])
+        await crowd
         return await running
 
     parts = asyncio.run(run())
@@ -162,7 +166,7 @@ def test_abort_takes_only_the_named_request(bench: Bench) -> None:
     """Ids that begin alike are different requests."""
 
     async def run() -> list:
-        running = await bench.under_way(*[[request(new=FULL, name=name)] for name in ("5/1", "5/10")])
+        running = await bench.under_way([request(new=FULL, name="5/1")], [request(new=FULL, name="5/10"), *CROWD])
         await bench.engine.abort(["5/1"])
         return [(await task)[0] for task in running]
 
@@ -174,13 +178,14 @@ def _generate_across_a_pause(bench: Bench, asked: Request, mode: str, meanwhile=
     late = request(new=4, start=3, name="late")
 
     async def run() -> tuple:
-        (running,) = await bench.under_way([asked])
+        running, crowd = await bench.under_way([asked], CROWD)
         await bench.engine.pause(mode)
         waiting = asyncio.ensure_future(bench.engine.generate([late]))
         await asyncio.to_thread(meanwhile)
         await asyncio.sleep(0.1)
         assert not waiting.done(), "a paused engine generated"
         await bench.engine.resume()
+        await crowd
         return (await running)[0], late, (await waiting)[0]
 
     return asyncio.run(run())
@@ -318,14 +323,14 @@ def test_a_sleeping_engine_refuses_to_generate_and_wakes_with_its_weights(bench:
 def test_health_counts_what_runs(bench: Bench) -> None:
     async def run() -> tuple:
         before = await bench.engine.health()
-        (running,) = await bench.under_way([request(new=FULL, start=i) for i in range(3)])
+        (running,) = await bench.under_way(CROWD)
         during = await bench.engine.health()
         await running
         return before, during, await bench.engine.health()
 
     before, during, after = asyncio.run(run())
     assert (before.ok, during.ok, after.ok) == (True, True, True)
-    assert (before.running, during.running, after.running) == (0, 3, 0)
-    assert after.tokens_generated - before.tokens_generated == 3 * FULL
+    assert (before.running, during.running, after.running) == (0, len(CROWD), 0)
+    assert after.tokens_generated - before.tokens_generated == len(CROWD) * FULL
     assert after.seconds_busy > before.seconds_busy
     assert after.weight_version == bench.version
