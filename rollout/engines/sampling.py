@@ -51,22 +51,23 @@ class RowParams:
         return RowParams(self.temperature_N[part], self.top_k_N[part], self.top_p_N[part], self.uniform_temperature, self.filtered, self.greedy)
 
 
-def choose(logits_NV: Tensor, params: RowParams, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
+def choose(logits_NV: Tensor, params: RowParams, uniforms_N: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
     """One token for each row, by inversion of the cumulative distribution, and its log-probability.
 
     Args:
         logits_NV: float32.
         uniforms_N: float64 in [0, 1 - 2^-52], from `uniforms`.
+        exact: compute log-probs by the very operations of `miles.core.model.scoring`, instead of the fewest.
     Returns:
         `(tokens_N int64, logprobs_N float32)`; log-probs at the row's temperature (1 where greedy), before top-k and top-p.
     Raises:
         ValueError: a row's logits are not finite.
     """
     rows = max(1, _CHUNK_ELEMENTS // logits_NV.shape[1])
-    if len(logits_NV) <= rows:
-        return _choose(logits_NV, params, uniforms_N)
+    if logits_NV.shape[0] <= rows:
+        return _choose(logits_NV, params, uniforms_N, exact)
     parts = [slice(start, start + rows) for start in range(0, len(logits_NV), rows)]
-    tokens, logprobs = zip(*(_choose(logits_NV[part], params.rows(part), uniforms_N[part]) for part in parts), strict=True)
+    tokens, logprobs = zip(*(_choose(logits_NV[part], params.rows(part), uniforms_N[part], exact) for part in parts), strict=True)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
@@ -87,15 +88,16 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
-def _choose(logits_NV: Tensor, params: RowParams, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
+def _choose(logits_NV: Tensor, params: RowParams, uniforms_N: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
     scaled_NV = _at_temperature(logits_NV, params)
-    exp_NV, normalizer_N = softmax_parts(scaled_NV)
-    if not math.isfinite(float(normalizer_N.sum())):
-        raise ValueError("the model's logits are not finite: its weights hold NaN or infinity, or overflow in the forward")
-    tokens_N = _sampled(exp_NV, params, uniforms_N)
+    weights_NV, normalizer_N = softmax_parts(scaled_NV) if exact else (scaled_NV.softmax(-1), None)
+    tokens_N = _sampled(weights_NV, params, uniforms_N)
     if params.greedy:
         tokens_N = torch.where(params.temperature_N == 0, scaled_NV.argmax(-1), tokens_N)
-    return tokens_N, scaled_NV.gather(1, tokens_N[:, None]).squeeze(1) - normalizer_N
+    tokens_N1 = tokens_N[:, None]
+    if normalizer_N is None:
+        return tokens_N, weights_NV.gather(1, tokens_N1).squeeze(1).log_()
+    return tokens_N, scaled_NV.gather(1, tokens_N1).squeeze(1) - normalizer_N
 
 
 def _at_temperature(logits_NV: Tensor, params: RowParams) -> Tensor:
@@ -111,6 +113,8 @@ def _sampled(weights_NV: Tensor, params: RowParams, uniforms_N: Tensor) -> Tenso
     if params.filtered:
         weights_NV = _filter(weights_NV, params)
     cumulative_NV = weights_NV.cumsum(-1, dtype=torch.float64)
+    if not math.isfinite(float(cumulative_NV[:, -1].sum())):
+        raise ValueError("the model's logits are not finite: its weights hold NaN or infinity, or overflow in the forward")
     # A uniform is at most 1 - 2^-52, so its product with the total is below the total, rounded too.
     threshold_N1 = cumulative_NV[:, -1:] * uniforms_N[:, None]
     return torch.searchsorted(cumulative_NV, threshold_N1, right=True).squeeze(1)

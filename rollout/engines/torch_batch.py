@@ -91,7 +91,7 @@ class RunningBatch:
         slots = {name: values[:count] for name, values in self._slots.items()}
         logits_NV = self._decoder.step(torch.from_numpy(slots["input"]), torch.from_numpy(slots["position"]))
         draws_N = torch.from_numpy(uniforms(slots["key"], slots["place"]))
-        tokens_N, logprobs_N = (x.numpy() for x in choose(logits_NV, self._row_params(), draws_N))
+        tokens_N, logprobs_N = (x.numpy() for x in choose(logits_NV, self._row_params(), draws_N, self._decoder.exact))
         self._record(tokens_N, logprobs_N, version)
         stopped_N = (tokens_N[:, None] == slots["stops"]).any(1)
         ended_N = stopped_N | (slots["place"] > slots["last"])

@@ -39,14 +39,14 @@ class Decoder:
         self._model = model.requires_grad_(False)
         self._body = _body(model)
         self._head = output_head(model)
-        self._invariant = is_batch_invariant(model)
+        self.exact = is_batch_invariant(model)
         self._linear = getattr(model, "batch_invariant_linear", plain_linear)
         use_packed_attention(model)
         config = model.config.get_text_config()
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kind = TiledKVCache if self._invariant else KVCache
+        kind = TiledKVCache if self.exact else KVCache
         self.cache: SlotCache = kind(len(self._body.layers), max_rows, config.num_key_value_heads, width, context, model.dtype, model.device)
-        self._lean = None if self._invariant else lean_layers(self._body)
+        self._lean = None if self.exact else lean_layers(self._body)
         self._rotary_CE: tuple[Tensor, ...] = ()
         self._check_body()
 
@@ -87,25 +87,25 @@ class Decoder:
         sequence_T = torch.arange(len(part)).repeat_interleave(counts)
         positions_T = torch.cat([torch.arange(length) for length in lengths])
         slots_T = torch.tensor([slot for _, slot in part]).repeat_interleave(counts)
-        packed = InvariantRows(sequence_T) if self._invariant else PackedRows(sequence_T)
+        packed = InvariantRows(sequence_T) if self.exact else PackedRows(sequence_T)
         self._run(torch.cat([row for row, _ in part]), positions_T, self.cache.prefill_rows(packed, slots_T, positions_T))
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor, rows: Any) -> Tensor:
         """Hidden states [T, D] after the final norm."""
-        hidden = self._body.embed_tokens(tokens_T[None])
-        rotary = self._rotary(hidden, positions_T)
         if self._lean is not None:
-            return self._lean(hidden[0], rotary, rows)
-        rotary = [table_TE[None] for table_TE in rotary]
+            return self._lean(tokens_T, self._rotary(positions_T), rows)
+        hidden = self._body.embed_tokens(tokens_T[None])
+        rotary = [table_TE[None] for table_TE in self._rotary(positions_T)]
         for layer in self._body.layers:
             hidden = layer(hidden, attention_mask=None, position_ids=None, position_embeddings=rotary, use_cache=False, rows=rows)
         return self._body.norm(hidden)[0]
 
-    def _rotary(self, hidden: Tensor, positions_T: Tensor) -> Sequence[Tensor]:
+    def _rotary(self, positions_T: Tensor) -> Sequence[Tensor]:
         """Cosines and sines [T, E] from a table of the cache's capacity, computed with the model's own module."""
         if not self._rotary_CE or self._rotary_CE[0].shape[0] < self.cache.capacity:
-            every = torch.arange(max(self.cache.capacity, 1), device=hidden.device)
-            cosine_CE, sine_CE = (table[0] for table in self._body.rotary_emb(hidden, every[None]))
+            weight = self._head.weight
+            every = torch.arange(self.cache.capacity, device=weight.device)
+            cosine_CE, sine_CE = (table[0] for table in self._body.rotary_emb(weight, every[None]))
             self._rotary_CE = (cosine_CE, sine_CE) if self._lean is None else self._lean.rotary_table(cosine_CE, sine_CE)
         return [table_CE.index_select(0, positions_T) for table_CE in self._rotary_CE]
 

@@ -30,6 +30,7 @@ class SlotCache(ABC):
         self.rows = self.capacity = 0
         self.keys = [self._empty_keys(0, 0) for _ in range(self._layers)]
         self.values = [self._empty_values(0, 0) for _ in range(self._layers)]
+        self._strips: dict[int | None, Tensor] = {}
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` slots of `length` tokens. Grows by halves, so that the copies stay rare."""
@@ -46,6 +47,7 @@ class SlotCache(ABC):
             self.keys[layer] = _copied_into(self._empty_keys(rows, length), self.keys[layer])
             self.values[layer] = _copied_into(self._empty_values(rows, length), self.values[layer])
         self.rows, self.capacity = rows, length
+        self._strips.clear()
 
     def step_rows(self, positions_N: Tensor, length: int) -> StepRows:
         """The attention context of one new token in each of the slots 0 .. N-1; with it the longest row has `length` tokens."""
@@ -69,6 +71,15 @@ class SlotCache(ABC):
     @abstractmethod
     def mask(self, positions_N: Tensor, length: int, window: int | None) -> Tensor:
         """What is added to the scores: -inf at keys that a row does not see."""
+
+    def _mask_rows(self, positions_N: Tensor, length: int, window: int | None) -> Tensor:
+        """[N * G, length]: 0 at the `window` keys up to the row's position, -inf elsewhere. Every row is a piece of one strip."""
+        if window not in self._strips:
+            strip = torch.full((2 * self.capacity,), -torch.inf, dtype=self._dtype, device=self._device)
+            strip[max(self.capacity - (window or self.capacity), 0) : self.capacity] = 0.0
+            self._strips[window] = strip
+        start_B = (self.capacity - 1 - positions_N).repeat_interleave(self.heads)
+        return self._strips[window].unfold(0, length, 1).index_select(0, start_B)
 
     @abstractmethod
     def _empty_keys(self, rows: int, length: int) -> Tensor: ...
@@ -132,8 +143,7 @@ class KVCache(SlotCache):
 
     def mask(self, positions_N: Tensor, length: int, window: int | None) -> Tensor:
         """[N * G, 1, T]."""
-        hidden_NT = _hidden_keys(positions_N, length, window)
-        return _additive(hidden_NT, self._dtype).repeat_interleave(self.heads, 0)[:, None]
+        return self._mask_rows(positions_N, length, window)[:, None]
 
     def _empty_keys(self, rows: int, length: int) -> Tensor:
         return torch.zeros(rows, self.heads, length, self.width, dtype=self._dtype, device=self._device)
@@ -166,8 +176,7 @@ class TiledKVCache(SlotCache):
     def mask(self, positions_N: Tensor, length: int, window: int | None) -> Tensor:
         """[K, N * G, 1, 32]."""
         check_window(window, length)
-        hidden_NT = _hidden_keys(positions_N, -(-length // KEYS) * KEYS, None)
-        mask_BT = _additive(hidden_NT, self._dtype).repeat_interleave(self.heads, 0)
+        mask_BT = self._mask_rows(positions_N, -(-length // KEYS) * KEYS, None)
         return mask_BT.unflatten(1, (-1, KEYS)).transpose(0, 1)[:, :, None]
 
     def _empty_keys(self, rows: int, length: int) -> Tensor:
@@ -175,18 +184,6 @@ class TiledKVCache(SlotCache):
 
     def _empty_values(self, rows: int, length: int) -> Tensor:
         return torch.zeros(length // KEYS, rows, self.heads, KEYS, self.width, dtype=self._dtype, device=self._device)
-
-
-def _hidden_keys(positions_N: Tensor, length: int, window: int | None) -> Tensor:
-    key_at_T = torch.arange(length, device=positions_N.device)
-    hidden_NT = key_at_T > positions_N[:, None]
-    if window is not None:
-        hidden_NT |= key_at_T <= positions_N[:, None] - window
-    return hidden_NT
-
-
-def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def _copied_into(new: Tensor, old: Tensor) -> Tensor:

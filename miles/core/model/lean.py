@@ -25,13 +25,15 @@ def lean_layers(body: Any) -> LeanLayers | None:
 
 
 class LeanLayers:
-    """Call with embeddings [T, D], which it overwrites, the rotary table's rows [T, E] and an attention context."""
+    """Call with tokens [T], their rows [T, E] of the rotary table and an attention context."""
 
     def __init__(self, body: Any):
+        self._embedding = body.embed_tokens.weight.detach()
         self._layers = [_LeanLayer(layer) for layer in body.layers]
         self._norm = _Norm(body.norm.weight, body.norm.variance_epsilon)
 
-    def __call__(self, hidden_TD: Tensor, rotary: Sequence[Tensor], rows: Any) -> Tensor:
+    def __call__(self, tokens_T: Tensor, rotary: Sequence[Tensor], rows: Any) -> Tensor:
+        hidden_TD = self._embedding.index_select(0, tokens_T)
         cosine_T1E, sine_T1E = (table_TE[:, None] for table_TE in rotary)
         for layer in self._layers:
             hidden_TD = layer(hidden_TD, cosine_T1E, sine_T1E, rows)
