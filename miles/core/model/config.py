@@ -17,6 +17,6 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of compute and of engine weights; masters and optimizer stay float32")
     context: int | None = Field(None, ge=2, description="longest sequence; null: the model's max_position_embeddings")
     true_on_policy: bool = Field(
-        False, description="batch-invariant operators in trainer and engine (SGLang: on CPU): their log-probs are equal bit for bit (float32, checked each step)"
+        False, description="batch-invariant operators in trainer and engine (SGLang: on CPU): log-probs equal bit for bit (float32, checked each step)"
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model directory")
