@@ -49,12 +49,12 @@ ROW = st.tuples(st.sampled_from([0.0, 0.3, 1.0, 1.7]), st.sampled_from([0, 1, 2,
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(ROW, min_size=1, max_size=6), st.integers(0, 2**32 - 1))
-def test_each_row_is_sampled_as_the_oracle_samples_it_alone(rows: list[tuple[float, int, float]], seed: int) -> None:
+@given(st.lists(ROW, min_size=1, max_size=6), st.integers(0, 2**32 - 1), st.booleans())
+def test_each_row_is_sampled_as_the_oracle_samples_it_alone(rows: list[tuple[float, int, float]], seed: int, exact: bool) -> None:
     generator = np.random.default_rng(seed)
     logits = (generator.normal(size=(len(rows), V)) * 3).astype(np.float32)
     draws = generator.random(len(rows))
-    tokens, logprobs = choose(torch.from_numpy(logits), params(*(list(column) for column in zip(*rows, strict=True))), torch.from_numpy(draws))
+    tokens, logprobs = choose(torch.from_numpy(logits), params(*(list(column) for column in zip(*rows, strict=True))), torch.from_numpy(draws), exact)
     assert tokens.tolist() == [oracle(logit, *row, draw) for logit, row, draw in zip(logits, rows, draws, strict=True)]
     for logit, (temperature, _, _), token, logprob in zip(logits, rows, tokens, logprobs, strict=True):
         scaled = logit.astype(np.float64) / (temperature or 1.0)
