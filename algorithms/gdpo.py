@@ -28,12 +28,14 @@ def gdpo(rewards: Rewards, config: AlgorithmConfig) -> Tensor:
     Raises:
         ValueError: there are no separate rewards, or a weight is given for a reward that does not exist.
     """
+    valid_S = known(rewards)
+    if not valid_S.any():
+        return torch.zeros_like(as_float(rewards.reward_S))  # reward functions that failed all through the batch have left no parts
     if not rewards.parts:
         raise ValueError("algorithm.advantages = 'gdpo' normalises several rewards one by one, but there is none: name them under reward.functions")
     for name in config.part_weights:
         if name not in rewards.parts:
             raise ValueError(f"algorithm.part_weights has {name!r}, which is no reward{nearest(name, list(rewards.parts))}")
-    valid_S = known(rewards)
     weighted = [
         config.part_weights.get(name, 1.0) * normalised(part_S, valid_S & ~torch.isnan(part_S), rewards.group_S, "std")
         for name, part_S in rewards.parts.items()

@@ -28,7 +28,10 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     _check_data("data.paths", recipe.data.paths)
     if recipe.evaluate.every:
         _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
-    resolve(recipe.reward)
+    rewards = [function.label for function in resolve(recipe.reward)]
+    for name in recipe.algorithm.part_weights:
+        if name not in rewards:
+            raise ConfigError(f"algorithm.part_weights has {name!r}, which is no reward function of this recipe{nearest(name, rewards)}")
     _check_engine(recipe.rollout)
     _check_tracking(recipe.tracking)
     engines = f"{recipe.rollout.engines} engines x {recipe.rollout.threads} threads"

@@ -152,6 +152,13 @@ def test_only_unknown_rewards_give_zero(name) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_rewards_that_failed_all_through_the_batch_and_left_no_parts_give_zero(name) -> None:
+    failed = rewards_of([[nan, nan], [nan, nan]])
+    without_parts = Rewards(reward_S=failed.reward_S, group_S=failed.group_S, length_S=failed.length_S)
+    assert not compute(name, without_parts, part_weights={"a": 2.0}).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
 @few
 @given(seed=seeds, group_sizes=sizes)
 def test_order_does_not_matter(name, seed, group_sizes) -> None:

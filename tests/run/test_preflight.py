@@ -78,6 +78,12 @@ def test_a_misspelt_reward_names_the_nearest(recipe):
     assert "'exact_mach'; did you mean 'exact_match'?" in refused(recipe('reward.functions=[{name="exact_mach"}]'))
 
 
+def test_a_part_weight_of_a_reward_that_is_not_there_names_the_nearest(recipe):
+    assert "'exact_macht', which is no reward function of this recipe; did you mean 'exact_match'?" in refused(
+        recipe("algorithm.part_weights={exact_macht=2.0}")
+    )
+
+
 def test_a_reward_whose_module_is_missing_is_refused(recipe):
     assert "no module named 'my_rewards_are_nowhere'" in refused(recipe('reward.functions=[{name="my_rewards_are_nowhere:score"}]'))
 
