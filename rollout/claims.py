@@ -62,10 +62,6 @@ class Claims:
         """Open claims, rising."""
         return sorted(self._attempts)
 
-    def attempts(self, claim_id: int) -> int:
-        """Attempts of an open claim, the current one included."""
-        return self._attempts[claim_id]
-
     @property
     def low_water(self) -> int:
         """Every claim below it has ended: the data cursor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,13 @@ from miles.config import Resolved
 from miles.core.checkpoint.store import CheckpointStore
 from miles.core.model.load import end_tokens, longest_sequence, tokenizer_of
 from miles.data.prompts import PromptDataset, PromptStream
-from miles.data.types import Group
 from miles.run.clock import Clock
 from miles.run.cluster import Places, cluster, engine_demands, trainer_demands
 from miles.run.evaluate import Evaluation, Evaluator, sampling_params
 from miles.run.live import Live
 from miles.run.recipe import RLRecipe
 from miles.run.resume import first_step
+from miles.run.samples import sample_table
 from miles.tracking.tracker import Tracker
 from rollout.actor import RolloutSpec
 from rollout.buffer import Buffer
@@ -149,6 +149,8 @@ class RLRun:
         if not due:
             return None
         evaluation = await self.evaluator.run(self.fleet, self.heal)
+        if self.recipe.tracking.sample_every and evaluation.groups:
+            self.tracker.table(self.version, "evaluation", *sample_table(evaluation.groups, self.tokenizer, self.recipe.tracking.samples))
         if at_start:
             self.tracker.log(0, evaluation.metrics)
             self.live.update(0, evaluation.metrics)
@@ -287,14 +289,3 @@ def _build(
         steps=config.run.steps,
     )
     return run
-
-
-def sample_table(groups: Sequence[Group], tokenizer: Any, rows: int) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of a table of samples: the first sample of the first groups."""
-    columns = ["prompt", "response", "reward", "tokens", "status"]
-    table = []
-    for group in groups[:rows]:
-        sample = group.samples[0]
-        text = tokenizer.decode(sample.response_tokens.tolist())
-        table.append([group.prompt.text, text, sample.reward, sample.response_length, str(sample.status)])
-    return columns, table

@@ -18,6 +18,7 @@ from miles.run.cluster import cluster, engine_demands
 from miles.run.metrics import pass_at_k
 from miles.run.preflight import check_evaluate
 from miles.run.recipe import EvaluateRecipe
+from miles.run.samples import sample_table
 from miles.tracking.tracker import Tracker
 from rollout.actor import GroupResult, GroupTask, RolloutSpec
 from rollout.config import EvaluateConfig, SamplingConfig
@@ -141,6 +142,8 @@ def run(recipe: Resolved[EvaluateRecipe]) -> Evaluation:
         evaluation = asyncio.run(_evaluate(Fleet(specs, places.of("engine")), evaluator))
     with Tracker(config.tracking, folder, config.model_dump(mode="json"), None) as tracker:
         tracker.log(0, evaluation.metrics)
+        if config.tracking.sample_every and evaluation.groups:
+            tracker.table(0, "evaluation", *sample_table(evaluation.groups, tokenizer_of(config.model), config.tracking.samples))
     return evaluation
 
 
