@@ -59,14 +59,14 @@ class EvaluateConfig(SamplingConfig):
     every: int = Field(0, ge=0, description="steps between evaluations; 0: never during the run")
     at_start: bool = Field(True, description="also before the first step (where every > 0)")
     samples_per_prompt: int = Field(1, ge=1, description="samples n for pass@k")
-    k: list[int] = Field(default_factory=lambda: [1], description="the k of pass@k; each at most samples_per_prompt")
+    k: list[int] = Field(default_factory=lambda: [1], description="the k of pass@k: powers of two up to 256, each at most samples_per_prompt")
     greedy: bool = Field(False, description="also one greedy answer per prompt")
     pass_threshold: float = Field(1.0, description="a sample with at least this reward counts as correct")
 
     @model_validator(mode="after")
     def _k_fits(self) -> EvaluateConfig:
-        if not self.k or min(self.k) < 1:
-            raise ValueError(f"evaluate.k = {self.k}: name at least one k, each 1 or more, for example [1]")
+        if not self.k or not set(self.k) <= {2**i for i in range(9)}:
+            raise ValueError(f"evaluate.k = {self.k}: name at least one k, each of them 1, 2, 4, ... 256, for example [1, 4]")
         too_large = [k for k in self.k if k > self.samples_per_prompt]
         if too_large:
             raise ValueError(f"evaluate.k has {too_large[0]}, but samples_per_prompt is {self.samples_per_prompt}: pass@k needs at least k samples")

@@ -157,9 +157,8 @@ class RLRun:
         return evaluation
 
     async def checkpoint(self) -> None:
-        """Start writing a checkpoint when it is time."""
-        every = self.recipe.checkpoint.every
-        if (every and self.version % every == 0) or self.version == self.steps:
+        """Start writing a checkpoint when it is time and there is none of this version."""
+        if self.checkpoints.due(self.version, every=self.recipe.checkpoint.every, last=self.steps):
             await self.trainer.save(self.checkpoints.begin(self.version), {"version": self.version, "producer": self.producer.state_dict()})
 
     def record(self, clock: Clock, batch: Taken, trained: StepResult, published: PublishResult, evaluation: Evaluation | None) -> None:
@@ -179,7 +178,8 @@ class RLRun:
             self.tracker.table(self.version, "samples", *sample_table(batch.groups, self.tokenizer, self.recipe.tracking.samples))
 
     async def finish(self) -> None:
-        """Wait for the last checkpoint, and export."""
+        """Write the last checkpoint and wait for it, and export."""
+        await self.checkpoint()
         await self.trainer.wait_saved()
         if self.recipe.checkpoint.export:
             await self.trainer.export(self.folder / "model")

@@ -106,8 +106,7 @@ def evaluation_metrics(groups: Sequence[Group], num_prompts: int, config: Evalua
         return sum(pass_at_k(n, c, k) for c in correct) / num_prompts
 
     return {
-        "eval/pass_at_1": mean_pass(1),
-        "eval/pass_at_k": mean_pass(max(config.k)),
+        **{f"eval/pass_at_{k}": mean_pass(k) for k in {1, *config.k}},
         "eval/reward_mean": float(np.mean(known)) if known else 0.0,
         "eval/length_mean": float(np.mean([s.response_length for s in samples])) if samples else 0.0,
         "eval/truncated": float(np.mean([s.status is Status.TRUNCATED for s in samples])) if samples else 0.0,

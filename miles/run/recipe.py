@@ -67,6 +67,8 @@ class RLRecipe(Section):
             )
         if group == 1 and self.algorithm.dynamic_sampling:
             raise ValueError("rollout.samples_per_prompt = 1 with algorithm.dynamic_sampling: all rewards of a group of one are equal, so each is dropped")
+        if self.rollout.engine == "torch" and self.rollout.gpus_per_engine:
+            raise ValueError(f"rollout.gpus_per_engine = {self.rollout.gpus_per_engine:g} with rollout.engine = 'torch', which runs on CPU: use 'sglang'")
         if self.rollout.temperature == 0:
             raise ValueError("rollout.temperature = 0 samples greedily: every sample of a group would be the same; use a temperature above 0")
         if self.model.true_on_policy and self.model.dtype != "float32":

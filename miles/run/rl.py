@@ -24,6 +24,8 @@ async def train(run: RLRun) -> None:
         await run.evaluate(at_start=True)
     while run.version < run.steps:
         clock = Clock()
+        with clock("checkpoint"):  # of what the last step reached, now that its record is written
+            await run.checkpoint()
         with clock("rollout_wait"):
             batch = await run.producer.take(run.version)
         with clock("train"):
@@ -34,8 +36,6 @@ async def train(run: RLRun) -> None:
             published = await run.publish()
         with clock("evaluate"):
             evaluation = await run.evaluate()
-        with clock("checkpoint"):
-            await run.checkpoint()
         run.record(clock, batch, trained, published, evaluation)
     await run.finish()
 

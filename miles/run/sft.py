@@ -39,23 +39,28 @@ class SFTRun:
         """Of the batches: a step of a checkpoint means the same batch only where it is equal."""
         return f"{self.recipe.batch_size} x {self.stream.fingerprint}"
 
+    async def checkpoint(self) -> None:
+        """Start writing a checkpoint when it is time and there is none of this version."""
+        if self.checkpoints.due(self.version, every=self.recipe.checkpoint.every, last=self.recipe.run.steps):
+            await self.trainer.save(self.checkpoints.begin(self.version), {"version": self.version, "stream": self.fingerprint})
+
 
 async def train(run: SFTRun) -> None:
     """Train from `run.version` to the recipe's last step."""
     recipe, steps = run.recipe, run.recipe.run.steps
     while run.version < steps:
         clock = Clock()
+        with clock("checkpoint"):  # of what the last step reached, now that its record is written
+            await run.checkpoint()
         batch = run.stream.batch(run.version, recipe.batch_size)
         with clock("train"):
             trained = await run.trainer.step_sft(batch)
         run.version += 1
-        with clock("checkpoint"):
-            if (recipe.checkpoint.every and run.version % recipe.checkpoint.every == 0) or run.version == steps:
-                await run.trainer.save(run.checkpoints.begin(run.version), {"version": run.version, "stream": run.fingerprint})
         metrics = clock.metrics() | trained.metrics | {"version/trained": float(run.version)}
         metrics["throughput/trained_tokens_per_s"] = sum(len(s.tokens) for s in batch) / metrics["seconds/train"]
         run.tracker.log(run.version, metrics)
         run.live.update(run.version, metrics)
+    await run.checkpoint()
     await run.trainer.wait_saved()
     if recipe.checkpoint.export:
         await run.trainer.export(run.folder / "model")

@@ -49,7 +49,7 @@ METRICS: dict[str, str] = {
     "weight_sync/bytes": "bytes that left the trainer",
     # evaluation
     "eval/pass_at_1": "pass@1, unbiased estimate over the evaluation prompts",
-    "eval/pass_at_k": "pass@k for the largest k asked for",
+    **{f"eval/pass_at_{k}": f"pass@{k}, unbiased estimate over the evaluation prompts" for k in (2, 4, 8, 16, 32, 64, 128, 256)},
     "eval/greedy": "share of greedy answers that are correct",
     "eval/reward_mean": "mean reward of sampled answers",
     "eval/length_mean": "mean tokens of sampled answers",

@@ -82,7 +82,7 @@ class SGLangEngine:
         await self._server.start(self._arguments, lambda scratch: server_environment(self._model, self._rollout, self._facts, self._arguments, scratch))
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """See `Engine.generate`. Waits while the engine is paused. `rollout.timeout_s` is the deadline."""
+        """See `Engine.generate`. Waits while the engine is paused. The deadline is the caller's: it cancels this call."""
         if not requests:
             return []
         for request in requests:
@@ -97,7 +97,7 @@ class SGLangEngine:
         self._enter(requests, server_ids)
         try:
             # When the caller gives up, the connection closes, and SGLang itself ends the requests within four seconds.
-            answers = await self._server.post("/generate", body, self._rollout.timeout_s)
+            answers = await self._server.post("/generate", body, None)
         finally:
             self._leave(server_ids)
         generations = [generation(request, answer) for request, answer in zip(requests, answers, strict=True)]

@@ -90,8 +90,8 @@ class SGLangServer:
         except OSError as error:
             raise self.lost(path, error) from error
 
-    async def post(self, path: str, body: dict[str, Any], deadline_s: float) -> Any:
-        """As `call`, without blocking the event loop."""
+    async def post(self, path: str, body: dict[str, Any], deadline_s: float | None) -> Any:
+        """As `call`, without blocking the event loop. Without a deadline only the end of the connection ends the wait."""
         timeout = aiohttp.ClientTimeout(total=deadline_s)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as session, session.post(self.url + path, json=body, headers=self._headers()) as response:

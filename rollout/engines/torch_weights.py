@@ -59,12 +59,14 @@ class StagedWeights:
         """Copies, so that the sender's memory is free again when this returns."""
         if self._manifest is None or bucket not in self._manifest.buckets:
             raise WeightSyncError(f"torch engine: bucket {bucket.index} does not belong to an update that has begun")
+        # Bound before the wait: a read that outlives its aborted update fills that update's own dictionary, never the next one's.
+        staged = self._staged
         if isinstance(payload, SharedMemory):
-            self._staged |= {name: tensor.clone() for name, tensor in read_bucket(bucket, payload).items()}
+            staged.update((name, tensor.clone()) for name, tensor in read_bucket(bucket, payload).items())
         elif self._group is None:
             raise WeightSyncError(f"torch engine: bucket {bucket.index} comes by broadcast, but no group was joined")
         else:
-            self._staged |= self._group.receive(bucket)
+            staged.update(self._group.receive(bucket))
 
     def prepared(self, digests: bool) -> dict[str, str]:
         if self._manifest is None:

@@ -38,6 +38,10 @@ class CheckpointStore:
         self.root.mkdir(parents=True, exist_ok=True)
         return self.root / f"step_{step:08d}"
 
+    def due(self, step: int, *, every: int, last: int) -> bool:
+        """Is it time to save at `step`? At multiples of `every` (0: none) and at the `last` step, unless that checkpoint is there already."""
+        return step > 0 and (step == last or (every > 0 and step % every == 0)) and self.latest_step() != step
+
     def complete_steps(self) -> list[int]:
         """Steps of the complete checkpoints, rising."""
         if not self.root.is_dir():

@@ -13,7 +13,7 @@ Curves = dict[str, tuple[list[int], list[float]]]
 # Panel title -> metrics drawn in it. A panel appears when the run has one of them.
 PANELS: dict[str, tuple[str, ...]] = {
     "reward of the trained batch": ("reward/mean", "reward/std"),
-    "evaluation": ("eval/pass_at_1", "eval/pass_at_k", "eval/greedy"),
+    "evaluation": ("eval/pass_at_1", "eval/pass_at_4", "eval/pass_at_8", "eval/pass_at_16", "eval/greedy"),
     "negative log-likelihood, nats per token": ("loss/nll",),
     "entropy, nats per token": ("policy/entropy",),
     "KL to the reference, nats per token": ("policy/kl",),
