@@ -181,7 +181,9 @@ def test_a_failure_that_is_not_the_users_keeps_its_traceback(folder):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_unwinds_and_has_its_exit_code(folder, number, code):
     body = "\n    ".join(["try:", "    print('up', flush=True); time.sleep(60)", "finally:", "    print('cleaned up', flush=True)"])
-    process = subprocess.Popen(command_that(body), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    heeding = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(command_that(body), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
