@@ -192,7 +192,7 @@ class FSDPBackend:
         return nll(self._tokens(row, 1.0, entropy=False), counts)
 
     def _tokens(self, row: Row, temperature: float, *, entropy: bool, entropy_gradient: bool = False, recompute: bool = False) -> Tokens:
-        logprobs_N, entropy_N = self._policy.forward(row, temperature, entropy)
+        logprobs_N, entropy_N = self._policy.forward(row, temperature, entropy, entropy_gradient)
         old_N = row.rollout_logprobs_N
         if recompute:
             old_N = logprobs_N.detach() if row.start_logprobs_N is None else row.start_logprobs_N
@@ -205,7 +205,7 @@ class FSDPBackend:
             sequence_N=row.sequence_N,
             num_sequences=row.num_sequences,
             sequence_length_S=row.sequence_length_S,
-            entropy_N=entropy_N if entropy_gradient or entropy_N is None else entropy_N.detach(),
+            entropy_N=entropy_N,
             reference_logprobs_N=row.reference_logprobs_N,
         )
 

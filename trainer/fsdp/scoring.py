@@ -64,9 +64,10 @@ class Scorer:
     def _moved(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
-    def forward(self, row: Row, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """`(logprobs_N, entropy_N or None)` with their graph. Collective."""
-        return packed_logprobs(self._model, row.tokens_T, row.positions_T, row.sequence_T, row.scored_N, temperature, self._chunk, entropy)
+    def forward(self, row: Row, temperature: float, entropy: bool, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+        """`(logprobs_N, entropy_N or None)` with their graph, the entropy's only with `entropy_gradient`. Collective."""
+        where = row.tokens_T, row.positions_T, row.sequence_T, row.scored_N
+        return packed_logprobs(self._model, *where, temperature, self._chunk, entropy, entropy_gradient)
 
     def score(self, row: Row, temperature: float) -> Tensor:
         """`logprobs_N` without a graph. Collective."""

@@ -32,6 +32,7 @@ def packed_logprobs(
     temperature: float,
     chunk: int,
     entropy: bool = False,
+    entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of the tokens at `target_index_N`, each given the tokens before it in its own sequence.
 
@@ -42,7 +43,7 @@ def packed_logprobs(
         model: a causal language model; under FSDP2 every rank must call, if need be with no targets (N = 0).
         tokens_T, positions_T, sequence_T: int64; each sequence is contiguous and its positions begin at 0.
         target_index_N: int64 places of the scored tokens; never the first token of a sequence.
-        temperature, chunk, entropy: as in `scoring.score`.
+        temperature, chunk, entropy, entropy_gradient: as in `scoring.score`.
     Returns:
         `(logprobs_N, entropy_N or None)`, float32 (float64 for a float64 model), with gradients to every parameter.
     Raises:
@@ -54,12 +55,14 @@ def packed_logprobs(
     linear = getattr(model, "batch_invariant_linear", plain_linear)
 
     def scored(hidden_1ND: Tensor) -> Tensor:
-        logprobs_N, entropy_N = score(hidden_1ND[0], head.weight, targets_N, temperature, chunk, entropy, linear)
+        logprobs_N, entropy_N = score(hidden_1ND[0], head.weight, targets_N, temperature, chunk, entropy, linear, entropy_gradient)
         return torch.stack((logprobs_N, logprobs_N if entropy_N is None else entropy_N))
 
     with _head_forward(head, scored):
         values_2N = _call(model, tokens_T, positions_T, sequence_T, target_index_N - 1)
-    return values_2N[0], values_2N[1] if entropy else None
+    if not entropy:
+        return values_2N[0], None
+    return values_2N[0], values_2N[1] if entropy_gradient else values_2N[1].detach()
 
 
 def forward_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor) -> Tensor:

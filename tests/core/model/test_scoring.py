@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles.core.model.scoring import score, softmax_parts
+from miles.core.model.scoring import KEPT, score, softmax_parts
 
 N, D, V = 37, 16, 301
 
@@ -47,12 +47,55 @@ def test_the_softmax_of_a_bfloat16_model_is_float32() -> None:
     assert hidden_ND.grad.dtype == torch.bfloat16
 
 
-def test_nothing_of_tokens_times_vocabulary_is_kept_for_the_backward() -> None:
+@pytest.mark.parametrize("chunk", [1, 10, 37, 1000])
+def test_a_reported_entropy_has_no_gradient_and_changes_none(chunk: int) -> None:
+    hidden_ND, weight_VD, targets_N = inputs()
+    upstream_N = torch.randn(N, dtype=torch.float64)
+    every_NV = torch.log_softmax(hidden_ND @ weight_VD.T / 0.6, -1)
+    expected = torch.autograd.grad(every_NV.gather(1, targets_N[:, None])[:, 0] @ upstream_N, (hidden_ND, weight_VD))
+
+    logprobs_N, entropy_N = score(hidden_ND, weight_VD, targets_N, 0.6, chunk, entropy=True, entropy_gradient=False)
+    assert entropy_N is not None
+    assert not entropy_N.requires_grad
+    assert torch.allclose(entropy_N, -(every_NV.exp() * every_NV).sum(-1), atol=1e-12)
+    grads = torch.autograd.grad(logprobs_N @ upstream_N, (hidden_ND, weight_VD))
+    assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [100, 200])  # 100 x 32,000 softmaxes are few enough to keep, 200 x 32,000 are not
+def test_what_is_kept_for_the_backward_is_bounded(tokens: int) -> None:
+    torch.manual_seed(0)
+    hidden_ND, weight_VD = torch.randn(tokens, 4, requires_grad=True), torch.randn(32_000, 4, requires_grad=True)
+    targets_N = torch.randint(0, 32_000, (tokens,))
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        logprobs_N, _ = score(hidden_ND, weight_VD, targets_N, 1.0, 64, entropy=True, entropy_gradient=False)
+    grads = torch.autograd.grad(logprobs_N.sum(), (hidden_ND, weight_VD))
+    expected = torch.autograd.grad(-torch.nn.functional.cross_entropy(hidden_ND @ weight_VD.T, targets_N, reduction="sum"), (hidden_ND, weight_VD))
+    assert sum(sizes) < KEPT + 200_000
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(grads, expected, strict=True))
+
+
+def test_no_softmax_is_kept_where_the_entropy_has_a_gradient_or_nothing_has() -> None:
     hidden_ND, weight_VD, targets_N = inputs()
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         score(hidden_ND, weight_VD, targets_N, 1.0, 8, entropy=True)
+        score(hidden_ND.detach(), weight_VD.detach(), targets_N, 1.0, 8)
     assert max(sizes) <= max(N * D, V * D)
+
+
+def test_a_confident_token_of_a_bfloat16_model_keeps_its_small_gradient() -> None:
+    # Probability 0.99: 1 - p would be lost if p itself were rounded to bfloat16.
+    weight_VD = torch.eye(8, dtype=torch.bfloat16)
+    hidden_ND = torch.zeros(1, 8, dtype=torch.bfloat16)
+    hidden_ND[0, 3] = 6.5
+    logits_NV = hidden_ND.double().requires_grad_()
+    expected = torch.autograd.grad(torch.log_softmax(logits_NV, -1)[0, 3], logits_NV)[0]
+    hidden_ND.requires_grad_()
+    logprobs_N, _ = score(hidden_ND, weight_VD, torch.tensor([3]), 1.0, 8)
+    (found,) = torch.autograd.grad(logprobs_N.sum(), hidden_ND)
+    assert torch.allclose(found.double(), expected, rtol=0.02)
 
 
 def test_a_target_of_probability_zero_leaves_everything_finite() -> None:
