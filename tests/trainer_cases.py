@@ -140,8 +140,15 @@ def relative_difference(found: dict[str, NDArray[Any]], expected: dict[str, NDAr
     return max(float(np.abs(found[n] - expected[n]).max() / np.abs(expected[n]).max()) for n in expected)
 
 
-def environment_of(backend: Any, rank: int) -> tuple[int, str, str, int]:
-    return rank, os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+def environment_of(backend: Any, rank: int) -> tuple[int, str, str, int, bool]:
+    return rank, os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads(), keeps_freed_memory()
+
+
+def keeps_freed_memory() -> bool:
+    """Whether a large tensor lies in the process's heap, which the next one reuses, and not in a mapping of its own."""
+    address = torch.empty(2**26, dtype=torch.uint8).data_ptr()
+    heap = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]")]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in heap)
 
 
 def raise_on_rank_1(backend: Any, rank: int) -> float:

@@ -64,7 +64,7 @@ def test_two_ranks_train_save_and_resume(group: TrainerGroup, loop: asyncio.Abst
     assert again == first
     assert rescored == scores
     assert (tmp_path / "model" / "model.safetensors").is_file()
-    assert threads == [(0, "PASSIVE", "1", 1), (1, "PASSIVE", "1", 1)]
+    assert threads == [(0, "PASSIVE", "1", 1, True), (1, "PASSIVE", "1", 1, True)]
 
 
 def test_what_a_rank_raises_reaches_the_driver_with_rank_and_traceback(group: TrainerGroup, loop: asyncio.AbstractEventLoop) -> None:
