@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from loss_batches import Row, run
 
 from algorithms import registry
@@ -51,6 +52,15 @@ def test_gradient_is_zero_where_the_clip_holds_an_extreme_ratio(gap, advantage) 
     row = Row(*(np.array([v]) for v in (-150.0 + gap + 50, -100.0, -100.0, advantage, 1.0, -1.0)), np.array([True]))
     _, gradients, _ = run(registry.loss(AlgorithmConfig()), [row], Counts(tokens=1, sequences=1, max_tokens=4))
     assert gradients[0][0] == 0
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "importance", "gspo", "gspo_token", "dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize(("gap", "advantage", "size"), [(100.0, -1.0, math.exp(20)), (15.0, -1.0, math.exp(15)), (-100.0, 1.0, -math.exp(-20))])
+def test_an_extreme_ratio_that_nothing_holds_is_led_back(loss, gap, advantage, size) -> None:
+    """Descent lowers a bad token that has run away upwards and raises a good one that is nearly lost; the slope is bounded, not gone."""
+    row = Row(*(np.array([v]) for v in (-150.0 + gap + 50, -100.0, -100.0, advantage, 1.0, -1.0)), np.array([True]))
+    _, gradients, _ = run(registry.loss(AlgorithmConfig(loss=loss)), [row], Counts(tokens=1, sequences=1, max_tokens=4), torch.float32)
+    assert gradients[0][0] == pytest.approx(size, rel=1e-4)
 
 
 def test_loss_policy_is_reported_as_the_steps_loss_times_its_tokens() -> None:
