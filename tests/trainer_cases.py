@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from algorithms.config import AlgorithmConfig
+from algorithms.config import AlgorithmConfig, DistillConfig
 from miles.core.model.config import ModelConfig
 from miles.data.types import Group, Prompt, Sample, Status
 from trainer.config import TrainerConfig
@@ -66,6 +66,7 @@ def make_backend(
     model: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     algorithm: dict[str, Any] | None = None,
+    distill: dict[str, Any] | None = None,
     temperature: float = 1.0,
     total_steps: int = 10,
     dtype: torch.dtype = torch.float64,
@@ -87,6 +88,7 @@ def make_backend(
         rank=rank,
         world=world,
         master_dtype=dtype,
+        distill=DistillConfig(**distill) if distill else None,
     )
 
 

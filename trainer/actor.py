@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from algorithms.config import AlgorithmConfig
+from algorithms.config import AlgorithmConfig, DistillConfig
 from miles.core.checkpoint.config import CheckpointConfig
 from miles.core.environment import worker_environment
 from miles.core.model.config import ModelConfig
@@ -76,7 +76,7 @@ class TrainerGroup:
     """The trainer as the driver sees it. Every method runs on all ranks and returns rank 0's result.
 
     Args:
-        temperature, max_new_tokens, seed, total_steps: as in `FSDPBackend`; `total_steps` counts optimizer steps.
+        temperature, max_new_tokens, seed, total_steps, distill: as in `FSDPBackend`; `total_steps` counts optimizer steps.
         checkpoint: what `save` keeps, and whether it writes in the background.
         places: a Ray scheduling strategy for each rank; None lets Ray choose.
     """
@@ -93,6 +93,7 @@ class TrainerGroup:
         seed: int,
         total_steps: int,
         places: Sequence[Any] | None = None,
+        distill: DistillConfig | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._options = {
@@ -103,6 +104,7 @@ class TrainerGroup:
             "max_new_tokens": max_new_tokens,
             "seed": seed,
             "total_steps": total_steps,
+            "distill": distill,
         }
         world, gpu = trainer.ranks, trainer.gpus_per_rank > 0
         strategies = list(places) if places is not None else ["DEFAULT"] * world
@@ -136,6 +138,9 @@ class TrainerGroup:
 
     async def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
         return await self._call("logprobs", ray.put(list(samples)), reference)
+
+    async def divergence(self, samples: Sequence[Sample]) -> float:
+        return await self._call("divergence", ray.put(list(samples)))
 
     async def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Start a checkpoint at `folder` (from `CheckpointStore.begin`); with `checkpoint.asynchronous` it goes on in the background."""

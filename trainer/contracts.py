@@ -39,6 +39,10 @@ class TrainerBackend(WeightSource, Protocol):
         """Log-probs [R] of each sample's response tokens at the sampling temperature, by the policy or the reference. Collective."""
         ...
 
+    def divergence(self, samples: Sequence[Sample]) -> float:
+        """`distill.divergence` of the policy from its teacher, nats per trained token of `samples`. Collective."""
+        ...
+
     def save(self, folder: Path, extra: dict[str, object], *, keep: int | None = None, asynchronous: bool = True) -> None:
         """Start writing a checkpoint (weights, optimizer, LR, RNG, and `extra`, which is JSON) to `folder`, a path from
         `CheckpointStore.begin`. Collective; returns before it is on disk when asynchronous; `wait_saved` ends the wait and raises

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from algorithms import registry
-from algorithms.config import AlgorithmConfig
+from algorithms.config import AlgorithmConfig, DistillConfig
 from algorithms.contracts import Counts, LossOutput, Tokens
 from algorithms.sft import nll
 from miles.core.checkpoint import reader, rng
@@ -22,6 +22,7 @@ from miles.data.types import Group, Sample
 from trainer.config import TrainerConfig
 from trainer.contracts import StepResult
 from trainer.fsdp.batch import Batch, count
+from trainer.fsdp.distill import Distiller
 from trainer.fsdp.export import Exporter
 from trainer.fsdp.meters import Meters
 from trainer.fsdp.model import build_model, compute_dtype_of, last_microbatch, reshard
@@ -36,6 +37,7 @@ class FSDPBackend:
 
     Args:
         algorithm: the objective of `step_rl`; None for a trainer that only does `step_sft`.
+        distill: the teacher that `step_rl` also learns from, or None.
         temperature: the sampling temperature, at which `step_rl` and `logprobs` score. `step_sft` scores at 1.
         max_new_tokens: the longest response, Dr.GRPO's constant.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
@@ -58,6 +60,7 @@ class FSDPBackend:
         world: int,
         device: torch.device | None = None,
         master_dtype: torch.dtype = torch.float32,
+        distill: DistillConfig | None = None,
     ) -> None:
         self._config, self._trainer, self._algorithm = model, trainer, algorithm
         self._temperature, self._max_new_tokens, self._seed = temperature, max_new_tokens, seed
@@ -72,6 +75,7 @@ class FSDPBackend:
             self._advantages, self._loss = registry.advantage(algorithm), registry.loss(algorithm)
             if algorithm.kl_coef > 0:
                 self._reference = Scorer(build(checkpointing=False).requires_grad_(False), trainer.logprob_chunk, self.device)
+        self._distiller = None if algorithm is None or distill is None else self._with_teacher(algorithm, distill, master_dtype)
         self._optimizer = Optimizer(self.model, trainer, total_steps)
         self._exporter = Exporter(self.model, compute_dtype_of(model, master_dtype), rank)
         self._writer = CheckpointWriter(rank, world)
@@ -130,6 +134,16 @@ class FSDPBackend:
             dist.all_reduce(flat)
         return [flat[start:end].tolist() for start, end in pairwise(ends)]
 
+    def divergence(self, samples: Sequence[Sample]) -> float:
+        if self._distiller is None:
+            raise ValueError("there is no teacher: it is loaded where the recipe has a [distill] section")
+        unused_S = torch.zeros(len(samples))
+        micros = self._share(samples, range(len(samples)))
+        total = self._distiller.total([self._policy.row(micro, unused_S, unused_S.long()) for micro in micros])
+        if self.world > 1:
+            dist.all_reduce(total)
+        return float(total) / max(count(samples, self._max_new_tokens).tokens, 1)
+
     def weight_specs(self) -> Sequence[TensorSpec]:
         return self._exporter.specs()
 
@@ -165,6 +179,20 @@ class FSDPBackend:
         """Wait for a checkpoint that is being written, and end the writer."""
         self._writer.close()
 
+    def _with_teacher(self, algorithm: AlgorithmConfig, distill: DistillConfig, master_dtype: torch.dtype) -> Distiller:
+        config = self._config.model_copy(update={"path": distill.teacher, "true_on_policy": False})
+        teacher = build_model(config, master_dtype=master_dtype, world=self.world, device=self.device, checkpointing=False).requires_grad_(False)
+        return Distiller(
+            distill,
+            algorithm,
+            student=self.model,
+            teacher=teacher,
+            temperature=self._temperature,
+            chunk=self._trainer.logprob_chunk,
+            device=self.device,
+            dtype=compute_dtype_of(config, master_dtype),
+        )
+
     def _share(self, samples: Sequence[Sample], places: Sequence[int]) -> list[MicroBatch]:
         return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch)
 
@@ -183,16 +211,21 @@ class FSDPBackend:
 
     def _rl_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
         assert self._algorithm is not None
-        entropy_gradient, recompute = self._algorithm.entropy_coef != 0, self._algorithm.old_logprobs == "recompute"
-        tokens = self._tokens(row, self._temperature, entropy=True, entropy_gradient=entropy_gradient, recompute=recompute)
+        recompute = self._algorithm.old_logprobs == "recompute"
+        if self._distiller is not None:
+            logprobs_N, entropy_N, divergence_N = self._distiller.forward(row)
+            tokens = self._tokens(row, logprobs_N, entropy_N, recompute=recompute)
+            meters.mismatch(tokens)
+            return self._distiller.loss(tokens, divergence_N, counts)
+        scores = self._policy.forward(row, self._temperature, True, self._algorithm.entropy_coef != 0)
+        tokens = self._tokens(row, *scores, recompute=recompute)
         meters.mismatch(tokens)
         return self._loss(tokens, counts)
 
     def _sft_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
-        return nll(self._tokens(row, 1.0, entropy=False), counts)
+        return nll(self._tokens(row, *self._policy.forward(row, 1.0, False)), counts)
 
-    def _tokens(self, row: Row, temperature: float, *, entropy: bool, entropy_gradient: bool = False, recompute: bool = False) -> Tokens:
-        logprobs_N, entropy_N = self._policy.forward(row, temperature, entropy, entropy_gradient)
+    def _tokens(self, row: Row, logprobs_N: Tensor, entropy_N: Tensor | None, *, recompute: bool = False) -> Tokens:
         old_N = row.rollout_logprobs_N
         if recompute:
             old_N = logprobs_N.detach() if row.start_logprobs_N is None else row.start_logprobs_N

@@ -65,6 +65,18 @@ def packed_logprobs(
     return values_2N[0], values_2N[1] if entropy_gradient else values_2N[1].detach()
 
 
+def through_head(
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor, place_N: Tensor, forward: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """`forward(hidden_ND, head_weight_VD)`, computed where the output head stands, on the hidden states at `place_N` (int64, may be empty).
+
+    The weight is whole inside of `forward` alone. What it returns must not be a view: FSDP2 hooks it. Arguments as in `packed_logprobs`.
+    """
+    head = output_head(model)
+    with _head_forward(head, lambda hidden_1ND: forward(hidden_1ND[0], head.weight)):
+        return _call(model, tokens_T, positions_T, sequence_T, place_N)
+
+
 def forward_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Hidden states [T, D] after the final norm, for heads other than the language model's own. Arguments as in `packed_logprobs`."""
     with _head_forward(output_head(model), torch.clone):  # not the view that the root would return: FSDP2 hooks its output
