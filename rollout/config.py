@@ -38,7 +38,7 @@ class RolloutConfig(SamplingConfig):
 class RewardItem(Section):
     """One reward function."""
 
-    name: str = Field(description="exact_match, math, length, format, or a function of yours as module:function")
+    name: str = Field(description="exact_match, math, length, format, judge, or a function of yours as module:function")
     weight: float = Field(1.0, description="the total reward is the weighted sum")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
 
@@ -50,6 +50,12 @@ class RewardConfig(Section):
     timeout_s: float = Field(10.0, gt=0, description="deadline of one call; after it the reward is None and is counted")
     workers: int = Field(1, ge=1, description="processes for graders that need one (math)")
     max_failures: int = Field(64, ge=1, description="failures in a row after which the run ends with the last traceback")
+
+
+class OptionalRewardConfig(RewardConfig):
+    """What is rewarded, where training can do without."""
+
+    functions: list[RewardItem] = Field(default_factory=list, description="reward functions, summed by weight; none: nothing is rewarded")
 
 
 class EvaluateConfig(SamplingConfig):

@@ -32,7 +32,10 @@ BUILT_IN: dict[str, tuple[str, Place]] = {
     "math": ("rollout.rewards.maths:equivalent", "process"),
     "length": ("rollout.rewards.shaping:length", "inline"),
     "format": ("rollout.rewards.shaping:matches", "process"),
+    "judge": ("rollout.rewards.judge:judge", "loop"),
 }
+_CHECKS = {"judge": "rollout.rewards.judge:check"}
+"""What a built-in function has to say about its arguments before a run starts: called with the item's `args`, it raises ConfigError."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def resolve(config: RewardConfig) -> list[RewardFunction]:
 
     Raises:
         ConfigError: an unknown name (with the nearest), a module that does not import (with its traceback), a function that is not
-            there, or one that does not take `sample`, `prompt`, `text` and the item's `args`.
+            there, or one that does not take `sample`, `prompt`, `text` and the item's `args`, or cannot work with them.
     """
     if not config.functions:
         raise ConfigError("reward.functions is empty: name at least one reward function")
@@ -64,6 +67,7 @@ def resolve(config: RewardConfig) -> list[RewardFunction]:
         if place is None:
             place = "loop" if _is_async(function) else "process"
         _check_arguments(item, function)
+        _check_values(item)
         count = names[: index + 1].count(item.name)
         label = item.name if count == 1 else f"{item.name}#{count}"
         resolved.append(RewardFunction(label, target, item.weight, item.args, place, function))
@@ -115,3 +119,12 @@ def _check_arguments(item: RewardItem, function: Callable[..., Any]) -> None:
         signature.bind(None, prompt=None, text="", **item.args)
     except TypeError as error:
         raise ConfigError(f"reward function {item.name!r} cannot be called as {call}: {error}; its signature is {signature}") from None
+
+
+def _check_values(item: RewardItem) -> None:
+    if item.name not in _CHECKS:
+        return
+    try:
+        import_function(_CHECKS[item.name])(**item.args)
+    except TypeError as error:
+        raise ConfigError(f"reward function {item.name!r}: one of its args has the wrong type: {error}") from error
