@@ -50,8 +50,18 @@ class AlgorithmConfig(Section):
         description="a sequence with a negative advantage whose mean log(old / policy) is above this is not trained (off-policy sequence masking)",
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference model in the loss; above 0 loads a reference")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="reward: a sample's reward less kl_coef times its log(engine / reference), summed over its tokens, before advantages"
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator that is reported; the loss uses its right gradient")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    entropy_guard: Literal["none", "clip_cov", "kl_cov"] = Field(
+        "none",
+        description="what is done with the tokens whose log-prob and advantage vary together most, which drive the entropy down: "
+        "they are not trained (clip_cov), or penalised for leaving the old policy (kl_cov)",
+    )
+    guard_share: float = Field(0.002, gt=0, lt=1, description="entropy_guard: those tokens' share of a step")
+    guard_coef: float = Field(1.0, ge=0, description="kl_cov: weight of the penalty")
     dynamic_sampling: bool = Field(False, description="drop groups whose rewards are all equal and sample others (DAPO)")
     max_sampling_rounds: int = Field(
         8, ge=1, description="with dynamic_sampling: how many times the batch may be refilled before the run stops with a diagnosis"
@@ -63,6 +73,10 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.correction = {self.correction!r} compares the trainer's own log-probs with the engine's, "
                 "but old_logprobs = 'rollout' takes the engine's for both: set algorithm.old_logprobs = 'recompute'"
+            )
+        if self.kl_in == "reward" and self.advantages == "gdpo":
+            raise ValueError(
+                "algorithm.kl_in = 'reward' changes the total reward, but advantages = 'gdpo' reads the reward functions one by one: use kl_in = 'loss'"
             )
         if self.correction_low > self.correction_high:
             raise ValueError(f"algorithm.correction_low = {self.correction_low} is above correction_high = {self.correction_high}")

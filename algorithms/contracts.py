@@ -36,17 +36,30 @@ class Rewards:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Covariance:
+    """Of log-prob and advantage over the trained tokens of one step: both means, and the value from which an entropy guard holds a token."""
+
+    logprob_mean: float
+    advantage_mean: float
+    bound: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Global normalisers of one optimizer step, over all micro-batches and ranks.
+    """What a loss knows of its whole optimizer step, over all micro-batches and ranks: normalisers first.
 
     Attributes:
         tokens: trained tokens. sequences: sequences with at least one trained token. max_tokens: the longest allowed
             response, Dr.GRPO's constant.
+        weight: sum of the samples' weights over the trained tokens, for weighted SFT; None where every weight is 1.
+        covariance: for `algorithm.entropy_guard`; None without one.
     """
 
     tokens: int
     sequences: int
     max_tokens: int
+    weight: float | None = None
+    covariance: Covariance | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,12 @@ ratio pi / pi_old (as DeepSeek-V3.2, arXiv 2512.02556, section 3.1), cut at 2 to
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
-from algorithms.contracts import Tokens
+from algorithms.contracts import Rewards, Tokens
 from algorithms.ratio import MAX_LOG_RATIO, ratio
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -41,3 +42,11 @@ def kl_loss(tokens: Tokens, reference_logprobs_N: Tensor, estimator: Estimator) 
     surrogate_N = weight_N * estimate(tokens.logprobs_N, reference_logprobs_N, "k2")
     value_N = estimate(tokens.logprobs_N, reference_logprobs_N, estimator).detach()
     return value_N + surrogate_N - surrogate_N.detach()
+
+
+def penalised(rewards: Rewards, kl_S: Tensor, coef: float) -> Rewards:
+    """`rewards` less `coef` times each sequence's sum of k1 under the policy that sampled it, float [S]; unknown rewards stay unknown.
+
+    As a reward the penalty needs no gradient of its own: the policy gradient of E[-k1] is that of -KL(policy || reference).
+    """
+    return replace(rewards, reward_S=rewards.reward_S - coef * kl_S.to(rewards.reward_S.dtype))

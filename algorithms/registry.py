@@ -24,6 +24,7 @@ from algorithms.aggregate import aggregate
 from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Advantage, AdvantageFn, Counts, LossFn, LossOutput, Objective, Rewards, TokenLoss, Tokens, masked
 from algorithms.corrections import corrected
+from algorithms.entropy_guard import guarded
 from algorithms.kl import estimate, kl_loss
 from algorithms.ratio import as_float
 from miles.config import ConfigError, nearest
@@ -89,11 +90,12 @@ def loss(config: AlgorithmConfig) -> LossFn:
         token_loss_N = out.loss_N if isinstance(out, TokenLoss) else out
         _check_shape(config.loss, "a loss", token_loss_N, tokens.logprobs_N)
         token_loss_N, dropped_N = corrected(token_loss_N, tokens, config)
+        token_loss_N, held_N = guarded(token_loss_N, tokens, counts, config)
         policy = aggregate(token_loss_N, tokens, counts, config.aggregation)
         # Sums are divided by the step's tokens, and this loss is already a share of the step's: multiply first.
         sums = {"loss/policy": policy.detach() * counts.tokens}
         if isinstance(out, TokenLoss):
-            clipped_N = (out.clipped_N | dropped_N).to(token_loss_N.dtype)
+            clipped_N = (out.clipped_N | dropped_N | held_N).to(token_loss_N.dtype)
             sums |= {"policy/ratio_mean": _total(out.ratio_N, tokens), "policy/clip_fraction": _total(clipped_N, tokens)}
         regulariser, more = _regulariser(tokens, counts, config)
         return LossOutput(loss=policy if regulariser is None else policy + regulariser, sums=sums | more)
@@ -105,12 +107,13 @@ def _regulariser(tokens: Tokens, counts: Counts, config: AlgorithmConfig) -> tup
     """kl_coef * KL - entropy_coef * entropy, or None when neither is asked for; and the sums to report."""
     sums: dict[str, Tensor] = {}
     terms: list[Tensor] = []
+    kl_coef = config.kl_coef if config.kl_in == "loss" else 0.0
     if tokens.reference_logprobs_N is not None:
         sums["policy/kl"] = _total(estimate(tokens.logprobs_N, tokens.reference_logprobs_N, config.kl_estimator), tokens)
-        if config.kl_coef:
+        if kl_coef:
             kl_N = kl_loss(tokens, tokens.reference_logprobs_N, config.kl_estimator)
-            terms.append(config.kl_coef * aggregate(kl_N, tokens, counts, config.aggregation))
-    assert tokens.reference_logprobs_N is not None or not config.kl_coef, "kl_coef > 0 loads a reference"
+            terms.append(kl_coef * aggregate(kl_N, tokens, counts, config.aggregation))
+    assert tokens.reference_logprobs_N is not None or not kl_coef, "kl_coef > 0 loads a reference"
     if tokens.entropy_N is not None:
         sums["policy/entropy"] = _total(tokens.entropy_N, tokens)
         if config.entropy_coef:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from algorithms.contracts import Counts, LossFn, Tokens
+from algorithms.contracts import Counts, Covariance, LossFn, Tokens
 
 FIELDS = ("logprobs", "old", "rollout", "advantages", "entropy", "reference")
 
@@ -49,9 +50,21 @@ def with_noise_where_masked(row: Row, seed: int, value: float) -> Row:
     return row
 
 
+GUARD_SHARE = 0.3
+
+
 def count(batch: Sequence[Row], max_tokens: int = 16) -> Counts:
+    """Counts of the whole step, with the covariance of engine log-prob and advantage whose top GUARD_SHARE an entropy guard holds."""
     lengths = [int(row.mask.sum()) for row in batch]
-    return Counts(tokens=sum(lengths), sequences=sum(n > 0 for n in lengths), max_tokens=max_tokens)
+    total = sum(lengths)
+    logprobs = np.concatenate([row.rollout[row.mask] for row in batch])
+    advantages = np.concatenate([row.advantages[row.mask] for row in batch])
+    covariance = Covariance(logprob_mean=0.0, advantage_mean=0.0, bound=math.inf)
+    if total:
+        products = np.sort((logprobs - logprobs.mean()) * (advantages - advantages.mean()))[::-1]
+        bound = max(products[max(1, int(GUARD_SHARE * total)) - 1] * (1 - 1e-6), 1e-9)
+        covariance = Covariance(logprob_mean=logprobs.mean(), advantage_mean=advantages.mean(), bound=bound)
+    return Counts(tokens=total, sequences=sum(n > 0 for n in lengths), max_tokens=max_tokens, covariance=covariance)
 
 
 def tokens_of(batch: Sequence[Row], dtype: torch.dtype = torch.float64) -> Tokens:

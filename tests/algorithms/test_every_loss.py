@@ -7,11 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_batches import Row, count, numeric_gradient, rows, run, tokens_of, with_noise_where_masked
+from loss_batches import GUARD_SHARE, Row, count, numeric_gradient, rows, run, tokens_of, with_noise_where_masked
 
 from algorithms import registry
 from algorithms.config import AlgorithmConfig
-from algorithms.contracts import Counts
 
 LOSSES = registry.loss_names()
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_constant")
@@ -23,13 +22,14 @@ VARIANTS = [{"loss": name, **FULL} for name in LOSSES] + [
     for correction in ("importance", "truncate", "clip", "mask")
     for level in ("token", "sequence", "geometric")
 ]
+VARIANTS += [{"loss": name, "entropy_guard": guard, "guard_share": GUARD_SHARE} for name in ("ppo_clip", "gspo") for guard in ("clip_cov", "kl_cov")]
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 seeds = st.integers(0, 2**31)
 few = settings(max_examples=8, deadline=None)
 
 
 def label(variant: dict[str, object]) -> str:
-    return "-".join(str(variant[k]) for k in ("loss", "correction", "correction_level") if k in variant)
+    return "-".join(str(variant[k]) for k in ("loss", "correction", "correction_level", "entropy_guard") if k in variant)
 
 
 def every_variant(test):
@@ -100,7 +100,7 @@ def test_finite_at_extreme_log_ratios_in_float32(variant, gap, advantage) -> Non
 def test_a_batch_with_every_token_masked_is_empty_not_nan(variant, aggregation) -> None:
     nan = np.full(3, np.nan)
     row = Row(nan, nan, nan, nan, nan, nan, np.zeros(3, bool))
-    loss, _, sums = run(build(variant, aggregation), [row], Counts(tokens=0, sequences=0, max_tokens=8))
+    loss, _, sums = run(build(variant, aggregation), [row], count([row]))
     assert loss == 0
     assert set(sums.values()) == {0.0}
 
