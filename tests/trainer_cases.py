@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from algorithms.config import AlgorithmConfig, DistillConfig
+from algorithms.preference.config import PairConfig
 from miles.core.model.config import ModelConfig
 from miles.data.types import Group, Prompt, Sample, Status
 from trainer.config import TrainerConfig
@@ -70,6 +71,7 @@ def make_backend(
     temperature: float = 1.0,
     total_steps: int = 10,
     dtype: torch.dtype = torch.float64,
+    pairs: PairConfig | None = None,
 ) -> FSDPBackend:
     """A backend that never clips, in float64 unless told otherwise."""
     if dtype == torch.float64:
@@ -88,6 +90,7 @@ def make_backend(
         rank=rank,
         world=world,
         master_dtype=dtype,
+        pairs=pairs,
         distill=DistillConfig(**distill) if distill else None,
     )
 

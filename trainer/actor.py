@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from algorithms.config import AlgorithmConfig, DistillConfig
+from algorithms.preference.config import PairConfig
 from miles.core.checkpoint.config import CheckpointConfig
 from miles.core.environment import worker_environment
 from miles.core.model.config import ModelConfig
@@ -76,7 +77,7 @@ class TrainerGroup:
     """The trainer as the driver sees it. Every method runs on all ranks and returns rank 0's result.
 
     Args:
-        temperature, max_new_tokens, seed, total_steps, distill: as in `FSDPBackend`; `total_steps` counts optimizer steps.
+        temperature, max_new_tokens, seed, total_steps, distill, pairs: as in `FSDPBackend`; `total_steps` counts optimizer steps.
         checkpoint: what `save` keeps, and whether it writes in the background.
         places: a Ray scheduling strategy for each rank; None lets Ray choose.
     """
@@ -94,6 +95,7 @@ class TrainerGroup:
         total_steps: int,
         places: Sequence[Any] | None = None,
         distill: DistillConfig | None = None,
+        pairs: PairConfig | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._options = {
@@ -105,6 +107,7 @@ class TrainerGroup:
             "seed": seed,
             "total_steps": total_steps,
             "distill": distill,
+            "pairs": pairs,
         }
         world, gpu = trainer.ranks, trainer.gpus_per_rank > 0
         strategies = list(places) if places is not None else ["DEFAULT"] * world
@@ -135,6 +138,9 @@ class TrainerGroup:
 
     async def step_sft(self, samples: Sequence[Sample]) -> StepResult:
         return await self._call("step_sft", ray.put(list(samples)))
+
+    async def step_pairs(self, samples: Sequence[Sample]) -> StepResult:
+        return await self._call("step_pairs", ray.put(list(samples)))
 
     async def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
         return await self._call("logprobs", ray.put(list(samples)), reference)

@@ -35,6 +35,11 @@ class TrainerBackend(WeightSource, Protocol):
         """One optimizer step of negative log-likelihood over `loss_mask`. Collective."""
         ...
 
+    def step_pairs(self, samples: Sequence[Sample]) -> StepResult:
+        """One optimizer step on pairs of answers: `samples` are chosen and rejected ones in turn. A pair is never split over
+        micro-batches, and the loss is a mean over the step's pairs. Collective."""
+        ...
+
     def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
         """Log-probs [R] of each sample's response tokens at the sampling temperature, by the policy or the reference. Collective."""
         ...

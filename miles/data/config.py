@@ -31,3 +31,16 @@ class SFTDataConfig(Section):
     train_on: Literal["completion", "assistant", "all"] = Field("assistant", description="which tokens count: the last answer, every assistant turn, all")
     max_tokens: int | None = Field(None, ge=2, description="longer rows are left out and counted; null: the model's context")
     shuffle: bool = Field(True, description="a new order each epoch, from the run's seed")
+
+
+class PairDataConfig(Section):
+    """Pairs of answers, one of which is preferred."""
+
+    paths: list[str] = Field(default_factory=list, description="JSONL or parquet files, each optionally with a slice: file.jsonl@[a:b]")
+    prompt_column: str | None = Field(
+        "prompt", description="column with the prompt string or messages; null: chosen and rejected are whole conversations, each a list of messages"
+    )
+    chosen_column: str = Field("chosen", description="column with the better answer: a string, or a list of messages that ends with it")
+    rejected_column: str = Field("rejected", description="column with the worse answer, of the same kind")
+    max_tokens: int | None = Field(None, ge=2, description="pairs with a longer conversation are left out and counted; null: the model's context")
+    shuffle: bool = Field(True, description="a new order each epoch, from the run's seed")

@@ -80,7 +80,7 @@ class SFTDataset:
             for part, (tokens, mask) in enumerate(_trajectories(config, tokenizer, conversation, place, counts)):
                 lengths.append(len(tokens))
                 if len(tokens) <= limit:
-                    samples.append(_sample(f"{number}/{part}", tokens, mask, config.train_on))
+                    samples.append(sample_of(f"{number}/{part}", tokens, np.ones_like(mask) if config.train_on == "all" else mask))
         if not samples:
             raise ConfigError(
                 f"no conversation is left of {len(table.rows)} rows of {', '.join(config.paths)}: {len(lengths)} are longer than {limit} tokens"
@@ -169,6 +169,11 @@ def _plain(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, table: row
     prompts, completions = _pairs(config, table)
     if table.one_kind(config.prompt_column, prompts) == "list":
         raise ConfigError(f"column {config.prompt_column!r} has messages ({table.places[0]}), but the tokenizer has no chat template: give strings")
+    return plain_trajectories(tokenizer, prompts, completions)
+
+
+def plain_trajectories(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str]) -> list[_Trajectory]:
+    """Token ids of each prompt, completion and end token, and the mask of the latter two. Raises ConfigError without an end token."""
     if tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has neither a chat template nor an end token (eos): the model could never learn to stop")
     pieces = zip(chat.encode_plain(tokenizer, prompts), chat.encode(tokenizer, completions), strict=True)
@@ -205,18 +210,16 @@ def _encode(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, messages:
         return chat.split_turns(tokenizer, messages)
 
 
-def _sample(sample_id: str, tokens: NDArray[np.int64], mask: NDArray[np.bool_], train_on: str) -> Sample:
+def sample_of(sample_id: str, tokens_T: NDArray[np.int64], mask_T: NDArray[np.bool_]) -> Sample:
     """A sample whose response starts at the first token that counts and ends with the last: what follows cannot matter to the loss."""
-    if train_on == "all":
-        mask = np.ones(len(tokens), np.bool_)
-    counted = np.flatnonzero(mask)
+    counted = np.flatnonzero(mask_T)
     start, stop = max(1, int(counted[0])), int(counted[-1]) + 1
     return Sample(
         sample_id=sample_id,
         group_id=sample_id,
-        tokens=tokens[:stop],
+        tokens=tokens_T[:stop],
         prompt_length=start,
-        loss_mask=mask[start:stop],
+        loss_mask=mask_T[start:stop],
         logprobs=np.zeros(stop - start, np.float32),
         weight_versions=np.full(stop - start, -1, np.int32),
         status=Status.COMPLETED,

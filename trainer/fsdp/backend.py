@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from algorithms import registry
 from algorithms.config import AlgorithmConfig, DistillConfig
-from algorithms.contracts import Counts, LossOutput, Tokens
+from algorithms.contracts import Counts, LossOutput, Rewards, Tokens
+from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
+from algorithms.kl import penalised
 from algorithms.sft import nll
 from miles.core.checkpoint import reader, rng
 from miles.core.checkpoint.writer import CheckpointWriter
@@ -21,12 +24,13 @@ from miles.core.model.config import ModelConfig
 from miles.data.types import Group, Sample
 from trainer.config import TrainerConfig
 from trainer.contracts import StepResult
-from trainer.fsdp.batch import Batch, count
+from trainer.fsdp.batch import Batch, count, covariance_of, sequence_kl
 from trainer.fsdp.distill import Distiller
 from trainer.fsdp.export import Exporter
 from trainer.fsdp.meters import Meters
 from trainer.fsdp.model import build_model, compute_dtype_of, last_microbatch, reshard
 from trainer.fsdp.optimizer import Optimizer, Update
+from trainer.fsdp.pairs import PairLoss, mismatched
 from trainer.fsdp.scoring import Row, Scorer
 from trainer.fsdp.share import MicroBatch, share
 from weight_sync.contracts import TensorSpec
@@ -37,6 +41,8 @@ class FSDPBackend:
 
     Args:
         algorithm: the objective of `step_rl`; None for a trainer that only does `step_sft`.
+        pairs: the objective of `step_pairs`, or None. For a reward model the output head is another from the start, and `step_pairs`
+            and `export` are all there is to do with it.
         distill: the teacher that `step_rl` also learns from, or None.
         temperature: the sampling temperature, at which `step_rl` and `logprobs` score. `step_sft` scores at 1.
         max_new_tokens: the longest response, Dr.GRPO's constant.
@@ -61,6 +67,7 @@ class FSDPBackend:
         device: torch.device | None = None,
         master_dtype: torch.dtype = torch.float32,
         distill: DistillConfig | None = None,
+        pairs: PairConfig | None = None,
     ) -> None:
         self._config, self._trainer, self._algorithm = model, trainer, algorithm
         self._temperature, self._max_new_tokens, self._seed = temperature, max_new_tokens, seed
@@ -68,16 +75,18 @@ class FSDPBackend:
         self.device = device or torch.device("cpu")
         rng.seed_all(seed, rank)
         build = partial(build_model, model, master_dtype=master_dtype, world=world, device=self.device)
-        self.model = build(checkpointing=trainer.activation_checkpointing)
+        rewards = isinstance(pairs, RewardModelConfig)
+        self.model = build(checkpointing=trainer.activation_checkpointing, reward_seed=seed if rewards else None)
         self._policy = Scorer(self.model, trainer.logprob_chunk, self.device)
         self._reference: Scorer | None = None
         if algorithm is not None:
             self._advantages, self._loss = registry.advantage(algorithm), registry.loss(algorithm)
-            if algorithm.kl_coef > 0:
-                self._reference = Scorer(build(checkpointing=False).requires_grad_(False), trainer.logprob_chunk, self.device)
+        if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):
+            self._reference = Scorer(build(checkpointing=False).requires_grad_(False), trainer.logprob_chunk, self.device)
+        self._pairs = None if pairs is None else PairLoss(config=pairs, model=self.model, policy=self._policy, reference=self._reference)
         self._distiller = None if algorithm is None or distill is None else self._with_teacher(algorithm, distill, master_dtype)
         self._optimizer = Optimizer(self.model, trainer, total_steps)
-        self._exporter = Exporter(self.model, compute_dtype_of(model, master_dtype), rank)
+        self._exporter = Exporter(self.model, compute_dtype_of(model, master_dtype), rank, rewards)
         self._writer = CheckpointWriter(rank, world)
         self.version = 0
 
@@ -87,34 +96,49 @@ class FSDPBackend:
         if algorithm is None:
             raise ValueError("this trainer was built without an [algorithm] section: it can do step_sft only")
         batch = Batch(groups, self._trainer.optimizer_steps_per_batch)
-        advantages_S = self._advantages(batch.rewards)
+        rewards, penalty = self._penalised(batch)
+        advantages_S = self._advantages(rewards)
         updates = [self._share(batch.samples, places) for places in batch.updates]
         rows = [[self._policy.row(micro, advantages_S, batch.rewards.length_S) for micro in update] for update in updates]
         for number, update in enumerate(rows):
             for row in update:
-                if self._reference is not None:
+                if self._reference is not None and algorithm.kl_in == "loss":
                     row.reference_logprobs_N = self._reference.score(row, self._temperature)
                 if number > 0 and algorithm.old_logprobs == "recompute":
                     row.start_logprobs_N = self._policy.score(row, self._temperature)
         meters = Meters(self.device)
         results = []
         for places, update in zip(batch.updates, rows, strict=True):
-            counts = count([batch.samples[i] for i in places], self._max_new_tokens)
-            results.append(self._update(update, counts, self._rl_loss, meters))
+            samples = [batch.samples[i] for i in places]
+            counts = count(samples, self._max_new_tokens)
+            if algorithm.entropy_guard != "none":
+                counts = replace(counts, covariance=covariance_of(samples, advantages_S[places], algorithm.guard_share))
+            results.append(self._update(update, counts.tokens, partial(self._rl_loss, counts=counts, meters=meters), meters))
             # Only before the first update are the weights those that the engines sampled from.
             meters.comparing = False
-        result = self._result(results, meters, int(batch.rewards.length_S.sum()), batch.metrics(self.version))
+        result = self._result(results, meters, int(batch.rewards.length_S.sum()), batch.metrics(self.version) | penalty)
         self.version += 1
         return result
 
     def step_sft(self, samples: Sequence[Sample]) -> StepResult:
         counts = count(samples, self._max_new_tokens)
-        lengths_S = torch.tensor([int(s.loss_mask.sum()) for s in samples], dtype=torch.int64)
-        no_advantages_S = torch.zeros(len(samples))
-        rows = [self._policy.row(micro, no_advantages_S, lengths_S) for micro in self._share(samples, range(len(samples)))]
         meters = Meters(self.device)
-        update = self._update(rows, counts, self._sft_loss, meters)
+        update = self._update(self._rows(samples), counts.tokens, partial(self._sft_loss, counts=counts), meters)
         result = self._result([update], meters, counts.tokens, {"tokens/trained": float(counts.tokens)})
+        self.version += 1
+        return result
+
+    def step_pairs(self, samples: Sequence[Sample]) -> StepResult:
+        objective, pairs = self._pairs, len(samples) // 2
+        if objective is None:
+            raise ValueError("this trainer was built without an objective on pairs: it cannot do step_pairs")
+        rows = self._rows(samples, together=2)
+        kto = isinstance(objective.config, PreferenceConfig) and objective.config.objective == "kto"
+        scored = objective.begin(rows, self._rows(mismatched(samples)) if kto else [], self.world)
+        meters = Meters(self.device)
+        update = self._update(rows, pairs, partial(objective, total=pairs), meters)
+        tokens = count(samples, self._max_new_tokens).tokens
+        result = self._result([update], meters, pairs, scored | {"pairs/trained": float(pairs), "tokens/trained": float(tokens)})
         self.version += 1
         return result
 
@@ -179,6 +203,15 @@ class FSDPBackend:
         """Wait for a checkpoint that is being written, and end the writer."""
         self._writer.close()
 
+    def _penalised(self, batch: Batch) -> tuple[Rewards, dict[str, float]]:
+        """The batch's rewards, less the KL where it is part of them, and what to report of it. Collective."""
+        algorithm = self._algorithm
+        if algorithm is None or algorithm.kl_in == "loss" or algorithm.kl_coef == 0:
+            return batch.rewards, {}
+        kl_S = sequence_kl(batch.samples, self.logprobs(batch.samples, reference=True))
+        metrics = {"policy/kl": float(kl_S.sum()) / max(int(batch.rewards.length_S.sum()), 1)}
+        return penalised(batch.rewards, kl_S, algorithm.kl_coef), metrics
+
     def _with_teacher(self, algorithm: AlgorithmConfig, distill: DistillConfig, master_dtype: torch.dtype) -> Distiller:
         config = self._config.model_copy(update={"path": distill.teacher, "true_on_policy": False})
         teacher = build_model(config, master_dtype=master_dtype, world=self.world, device=self.device, checkpointing=False).requires_grad_(False)
@@ -193,18 +226,23 @@ class FSDPBackend:
             dtype=compute_dtype_of(config, master_dtype),
         )
 
-    def _share(self, samples: Sequence[Sample], places: Sequence[int]) -> list[MicroBatch]:
-        return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch)
+    def _rows(self, samples: Sequence[Sample], together: int = 1) -> list[Row]:
+        """This rank's rows of a batch that needs no advantages."""
+        lengths_S = torch.tensor([int(s.loss_mask.sum()) for s in samples], dtype=torch.int64)
+        return [self._policy.row(micro, torch.zeros(len(samples)), lengths_S) for micro in self._share(samples, range(len(samples)), together)]
 
-    def _update(self, rows: list[Row], counts: Counts, loss: Callable[[Row, Counts, Meters], LossOutput], meters: Meters) -> Update:
-        """One optimizer step: losses of the rows are shares of the step's, so their gradients simply add up."""
-        if counts.tokens == 0:
+    def _share(self, samples: Sequence[Sample], places: Sequence[int], together: int = 1) -> list[MicroBatch]:
+        return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch, together=together)
+
+    def _update(self, rows: list[Row], total: int, loss: Callable[[Row], LossOutput], meters: Meters) -> Update:
+        """One optimizer step: losses of the rows are shares of a mean over `total` tokens or pairs, so their gradients simply add up."""
+        if total == 0:
             return self._optimizer.skip()
         for row in rows:
             last_microbatch(self.model, row is rows[-1])
-            out = loss(row, counts, meters)
+            out = loss(row)
             out.loss.backward()
-            meters.add("loss/total", out.loss.detach() * counts.tokens)
+            meters.add("loss/total", out.loss.detach() * total)
             for name, value in out.sums.items():
                 meters.add(name, value)
         return self._optimizer.step()
@@ -222,7 +260,7 @@ class FSDPBackend:
         meters.mismatch(tokens)
         return self._loss(tokens, counts)
 
-    def _sft_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
+    def _sft_loss(self, row: Row, counts: Counts) -> LossOutput:
         return nll(self._tokens(row, *self._policy.forward(row, 1.0, False)), counts)
 
     def _tokens(self, row: Row, logprobs_N: Tensor, entropy_N: Tensor | None, *, recompute: bool = False) -> Tokens:
@@ -242,8 +280,8 @@ class FSDPBackend:
             reference_logprobs_N=row.reference_logprobs_N,
         )
 
-    def _result(self, updates: list[Update], meters: Meters, tokens: int, more: dict[str, float]) -> StepResult:
-        metrics = meters.reduced(tokens, self.world) | more
+    def _result(self, updates: list[Update], meters: Meters, total: int, more: dict[str, float]) -> StepResult:
+        metrics = meters.reduced(total, self.world) | more
         metrics["optimizer/grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)
         metrics["optimizer/lr"] = updates[-1].lr
         metrics["optimizer/empty_steps"] = float(sum(not u.applied for u in updates))

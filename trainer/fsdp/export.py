@@ -15,14 +15,15 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from miles.core.model.config import ModelConfig
 from miles.core.model.load import load_config, tokenizer_of
+from miles.core.model.reward import on_disk, reward_shell
 from weight_sync.contracts import TensorSpec
 
 
 class Exporter:
-    """The names a checkpoint gives to a model's tensors, and the tensors themselves, full and in `dtype`."""
+    """The names a checkpoint gives to a model's tensors, and the tensors themselves, full and in `dtype`. `rewards`: it is a reward model."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, rank: int):
-        self._model, self._dtype, self._rank = model, dtype, rank
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, rank: int, rewards: bool = False):
+        self._model, self._dtype, self._rank, self._rewards = model, dtype, rank, rewards
         self._own = _own(model)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._source: dict[str, str] = {}
@@ -64,9 +65,12 @@ class Exporter:
         model_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
         model_config.dtype = self._dtype
         # A fresh shell: FSDP2 changes the class of the model it wraps, and its name would be written as the architecture.
-        with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
-        shell.generation_config = self._model.generation_config
+        if self._rewards:
+            shell, state = reward_shell(model_config, trust_remote_code=config.trust_remote_code), on_disk(self._model, state)
+        else:
+            with torch.device("meta"):
+                shell = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+            shell.generation_config = self._model.generation_config
         shell.save_pretrained(partial, state_dict=state)
         tokenizer_of(config).save_pretrained(partial)
         if folder.exists():

@@ -30,8 +30,8 @@ class Meters:
         largest = difference_N.max() if len(difference_N) else difference_N.sum()
         self._compared.append(torch.stack((tokens.mask_N.sum().double(), difference_N.sum(), largest)))
 
-    def reduced(self, tokens: int, world: int) -> dict[str, float]:
-        """Sums over ranks, each divided by the step's `tokens`; mismatch by the tokens compared. Collective."""
+    def reduced(self, total: int, world: int) -> dict[str, float]:
+        """Sums over ranks, each divided by the step's `total` (tokens or pairs); mismatch by the tokens compared. Collective."""
         names = sorted(self._sums)
         compared = torch.stack(self._compared) if self._compared else torch.zeros(1, 3, dtype=torch.float64, device=self._device)
         sums = torch.stack([self._sums[name] for name in names] + [compared[:, 0].sum(), compared[:, 1].sum()]) if names else compared[0, :2]
@@ -39,9 +39,9 @@ class Meters:
         if world > 1:
             dist.all_reduce(sums)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        *values, number, total = sums.tolist()
-        metrics = {name: value / max(tokens, 1) for name, value in zip(names, values, strict=True)}
+        *values, number, difference = sums.tolist()
+        metrics = {name: value / max(total, 1) for name, value in zip(names, values, strict=True)}
         if self._compared:
-            metrics["mismatch/logprob_abs_mean"] = total / max(number, 1)
+            metrics["mismatch/logprob_abs_mean"] = difference / max(number, 1)
             metrics["mismatch/logprob_abs_max"] = float(largest)
         return metrics

@@ -12,15 +12,21 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from miles.core.model.config import ModelConfig
-from miles.core.model.load import load_model
+from miles.core.model.load import load_config, load_model
+from miles.core.model.reward import add_reward_head, reward_shell
 
 
-def build_model(config: ModelConfig, *, master_dtype: torch.dtype, world: int, device: torch.device, checkpointing: bool) -> PreTrainedModel:
-    """The policy (or a reference) on `device`, parameters in `master_dtype`.
+def build_model(
+    config: ModelConfig, *, master_dtype: torch.dtype, world: int, device: torch.device, checkpointing: bool, reward_seed: int | None = None
+) -> PreTrainedModel:
+    """The policy (or a reference) on `device`, parameters in `master_dtype`. With `reward_seed` a reward model, its head made from that.
 
     It stays in eval mode: dropout would make the importance ratio of an on-policy token differ from 1.
     """
     model = load_model(config.path, master_dtype, trust_remote_code=config.trust_remote_code)
+    if reward_seed is not None:
+        reward_shell(load_config(config.path, trust_remote_code=config.trust_remote_code), trust_remote_code=config.trust_remote_code)  # or refuse now
+        add_reward_head(model, reward_seed)
     nn.Module.to(model, device)
     if config.true_on_policy:
         from miles.core.model.batch_invariant import make_batch_invariant

@@ -19,16 +19,18 @@ class MicroBatch:
     indices: tuple[int, ...]
 
 
-def share(samples: Sequence[Sample], indices: Sequence[int], *, rank: int, world: int, max_tokens: int) -> list[MicroBatch]:
+def share(samples: Sequence[Sample], indices: Sequence[int], *, rank: int, world: int, max_tokens: int, together: int = 1) -> list[MicroBatch]:
     """This rank's micro-batches of the samples at `indices`, balanced over ranks by tokens.
 
-    Every rank gets the same number, with dummies where it has fewer rows, since FSDP's collectives must pair up.
+    Every rank gets the same number, with dummies where it has fewer rows, since FSDP's collectives must pair up. Each `together`
+    neighbours of `indices` stay neighbours in one row, as the answers of a pair must.
     """
-    lengths = [len(samples[i].tokens) for i in indices]
+    units = [list(indices[start : start + together]) for start in range(0, len(indices), together)]
+    lengths = [sum(len(samples[i].tokens) for i in unit) for unit in units]
     plans = []
     for part in partition(lengths, world):
         rows = microbatches([lengths[p] for p in part], max_tokens)
-        plans.append([[indices[part[i]] for i in row] for row in rows])
+        plans.append([[i for place in row for i in units[part[place]]] for row in rows])
     count = max(len(plan) for plan in plans)
     mine = [MicroBatch(packed=pack([samples[i] for i in row]), indices=tuple(row)) for row in plans[rank]]
     return mine + [MicroBatch(packed=pack([_DUMMY]), indices=())] * (count - len(mine))
