@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from algorithms.contracts import Counts, Rewards
+from algorithms.contracts import Counts, Covariance, Rewards
+from algorithms.entropy_guard import covariance
 from algorithms.groups import all_equal
 from miles.data.types import Group, Sample, Status
 
@@ -64,3 +66,16 @@ def count(samples: Sequence[Sample], max_tokens: int) -> Counts:
     """The global normalisers of one optimizer step on `samples`."""
     trained = [int(s.loss_mask.sum()) for s in samples]
     return Counts(tokens=sum(trained), sequences=sum(t > 0 for t in trained), max_tokens=max_tokens)
+
+
+def covariance_of(samples: Sequence[Sample], advantages_S: Tensor, share: float) -> Covariance:
+    """For an entropy guard: of engine log-prob and advantage over the trained tokens of one optimizer step."""
+    logprobs_N = np.concatenate([s.logprobs[s.loss_mask] for s in samples])
+    length_S = torch.tensor([int(s.loss_mask.sum()) for s in samples])
+    return covariance(torch.from_numpy(logprobs_N), advantages_S.repeat_interleave(length_S), share)
+
+
+def sequence_kl(samples: Sequence[Sample], reference: Sequence[Sequence[float]]) -> Tensor:
+    """log(engine / reference) summed over each sample's trained tokens, nats, float64 [S]. `reference` has log-probs [R] of each."""
+    sums = [(s.logprobs.astype(np.float64) - np.array(r))[s.loss_mask].sum() for s, r in zip(samples, reference, strict=True)]
+    return torch.tensor(sums, dtype=torch.float64)

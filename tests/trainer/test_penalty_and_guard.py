@@ -1,0 +1,99 @@
+"""The KL in the reward and the entropy guard inside a whole step, against plain transformers and NumPy, one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from miles.core.model.tiny import make_tiny_model
+from miles.data.types import Group
+from tests.trainer_cases import (
+    VOCABULARY,
+    gradients,
+    make_backend,
+    make_group,
+    mixed_groups,
+    plain_gradients,
+    plain_logprobs,
+    plain_model,
+    relative_difference,
+    restore_norm,
+)
+
+EXACT = 1e-9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    alphabet = "".join(chr(0x100 + i) for i in range(VOCABULARY - 9))
+    return make_tiny_model(tmp_path_factory.mktemp("penalty") / "model", alphabet=alphabet, hidden=16, heads=2, kv_heads=1, context=128)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    restore_norm()
+
+
+def divergence(path: Path, groups: list[Group]) -> list[list[float]]:
+    """log(engine / reference) of each sample, summed over its trained tokens; the reference is the model as it is on disk."""
+    plain = plain_model(path)
+    with torch.no_grad():
+        return [
+            [float((torch.from_numpy(s.logprobs).double() - plain_logprobs(plain, s))[torch.from_numpy(s.loss_mask)].sum()) for s in g.samples] for g in groups
+        ]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8192])
+def test_a_kl_in_the_reward_is_taken_off_before_advantages(model: Path, max_tokens: int) -> None:
+    coef, groups = 0.3, mixed_groups()
+    backend = make_backend(model, algorithm={"kl_coef": coef, "kl_in": "reward"}, trainer={"max_tokens_per_microbatch": max_tokens})
+    metrics = backend.step_rl(groups).metrics
+    kl = divergence(model, groups)
+    less = [
+        make_group(g.claim_id, [s.with_reward(s.reward - coef * k) for s, k in zip(g.samples, row, strict=True)]) for g, row in zip(groups, kl, strict=True)
+    ]
+    assert relative_difference(gradients(backend), plain_gradients(model, less)) < EXACT
+    trained = sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
+    assert metrics["policy/kl"] == pytest.approx(np.sum([k for row in kl for k in row]) / trained, rel=1e-9)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8192])
+def test_clip_cov_holds_the_same_tokens_however_the_step_is_cut(model: Path, max_tokens: int) -> None:
+    share, groups = 0.25, mixed_groups()
+    algorithm = {"entropy_guard": "clip_cov", "guard_share": share}
+    backend = make_backend(model, algorithm=algorithm, trainer={"max_tokens_per_microbatch": max_tokens})
+    backend.step_rl(groups)
+
+    def advantages(group: Group) -> list[float]:
+        rewards = np.array([s.reward for s in group.samples])
+        return [0.0] * len(rewards) if rewards.std() == 0 else ((rewards - rewards.mean()) / rewards.std(ddof=1)).tolist()
+
+    places = [(g, i, t, a) for g, group in enumerate(groups) for i, a in enumerate(advantages(group)) for t in np.flatnonzero(group.samples[i].loss_mask)]
+    logprobs = np.array([groups[g].samples[i].logprobs[t] for g, i, t, _ in places], np.float64)
+    each = np.array([a for *_, a in places])
+    c = (logprobs - logprobs.mean()) * (each - each.mean())
+    held = np.argsort(-c)[: int(share * len(c))]
+    assert (c[held] > 0).all()
+    masks = {(g, i): s.loss_mask.copy() for g, group in enumerate(groups) for i, s in enumerate(group.samples)}
+    for n in held:
+        g, i, t, _ = places[n]
+        masks[g, i][t] = False
+    without = [make_group(g, [replace(s, loss_mask=masks[g, i]) for i, s in enumerate(group.samples)]) for g, group in enumerate(groups)]
+    # The oracle divides by the tokens it trains; the step's own count has the held ones in it.
+    scale = 1 - len(held) / len(c)
+    expected = {name: scale * gradient for name, gradient in plain_gradients(model, without).items()}
+    assert relative_difference(gradients(backend), expected) < EXACT
+
+
+def test_an_entropy_guard_beside_a_teacher_is_refused(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"entropy_guard = 'kl_cov' ranks tokens by the rewards' advantages"):
+        make_backend(model, algorithm={"entropy_guard": "kl_cov"}, distill={"teacher": str(model)})
