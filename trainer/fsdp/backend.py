@@ -15,8 +15,8 @@ from torch import Tensor
 from algorithms import registry
 from algorithms.config import AlgorithmConfig, DistillConfig
 from algorithms.contracts import Counts, LossOutput, Rewards, Tokens
-from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
 from algorithms.kl import penalised
+from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
 from algorithms.sft import nll
 from miles.core.checkpoint import reader, rng
 from miles.core.checkpoint.writer import CheckpointWriter
@@ -84,6 +84,11 @@ class FSDPBackend:
         if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):
             self._reference = Scorer(build(checkpointing=False).requires_grad_(False), trainer.logprob_chunk, self.device)
         self._pairs = None if pairs is None else PairLoss(config=pairs, model=self.model, policy=self._policy, reference=self._reference)
+        if algorithm is not None and distill is not None and algorithm.entropy_guard != "none":
+            raise ValueError(
+                f"algorithm.entropy_guard = {algorithm.entropy_guard!r} ranks tokens by the rewards' advantages, which a teacher changes: "
+                "set entropy_guard = 'none', or leave [distill] out"
+            )
         self._distiller = None if algorithm is None or distill is None else self._with_teacher(algorithm, distill, master_dtype)
         self._optimizer = Optimizer(self.model, trainer, total_steps)
         self._exporter = Exporter(self.model, compute_dtype_of(model, master_dtype), rank, rewards)
@@ -111,7 +116,7 @@ class FSDPBackend:
         for places, update in zip(batch.updates, rows, strict=True):
             samples = [batch.samples[i] for i in places]
             counts = count(samples, self._max_new_tokens)
-            if algorithm.entropy_guard != "none":
+            if algorithm.entropy_guard != "none" and counts.tokens:
                 counts = replace(counts, covariance=covariance_of(samples, advantages_S[places], algorithm.guard_share))
             results.append(self._update(update, counts.tokens, partial(self._rl_loss, counts=counts, meters=meters), meters))
             # Only before the first update are the weights those that the engines sampled from.
