@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from miles.config import ConfigError, Section, describe, load, nearest
+from miles.config import ConfigError, Resolved, Section, describe, load, nearest
 
 OK, CRASHED, WRONG_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 _OUR_PACKAGES = {"miles", "rollout", "trainer", "weight_sync", "algorithms", "__main__"}
@@ -23,7 +23,10 @@ Miles trains language models with reinforcement learning, on a laptop or a Ray c
 usage: miles COMMAND ...
 
   miles sft RECIPE.toml [key=value ...] [--resume]       supervised fine-tuning on conversations
+  miles prefer RECIPE.toml [key=value ...] [--resume]    DPO, IPO, KTO, ORPO or SimPO on chosen and rejected answers
+  miles reward RECIPE.toml [key=value ...] [--resume]    a reward model from chosen and rejected answers
   miles rl RECIPE.toml [key=value ...] [--resume]        reinforcement learning on prompts with rewards
+  miles distill RECIPE.toml [key=value ...] [--resume]   on-policy distillation from a teacher
   miles evaluate RECIPE.toml [key=value ...]             pass@k of a model on prompts with rewards
   miles config RECIPE.toml [key=value ...]               every value, where it comes from, and the batch arithmetic; starts nothing
   miles report RUN                                       one HTML page and a picture of a run folder
@@ -91,14 +94,50 @@ def _rl(arguments: list[str]) -> int:
     return run(recipe, resume=options.resume)
 
 
+def _distill(arguments: list[str]) -> int:
+    from miles.run import preflight
+    from miles.run.recipe import DistillRecipe, RLRecipe
+
+    options = _parse(_run_parser("distill", "On-policy distillation from a teacher, with or without rewards.", DistillRecipe), arguments)
+    recipe: Resolved[RLRecipe] = load(DistillRecipe, options.recipe, options.overrides)
+    preflight.check_rl(recipe, resume=options.resume)  # also part of `run`; here it answers before the seconds that torch and Ray take to import
+    from miles.run.rl import run
+
+    return run(recipe, resume=options.resume)
+
+
 def _sft(arguments: list[str]) -> int:
     from miles.run import preflight
     from miles.run.recipe import SFTRecipe
 
     options = _parse(_run_parser("sft", "Supervised fine-tuning on conversations.", SFTRecipe), arguments)
     recipe = load(SFTRecipe, options.recipe, options.overrides)
-    preflight.check_sft(recipe, resume=options.resume)  # also part of `run`; here it answers before the seconds that torch and Ray take to import
+    preflight.check_supervised(recipe, resume=options.resume)  # also part of `run`; here it answers before the seconds that torch and Ray take to import
     from miles.run.sft import run
+
+    return run(recipe, resume=options.resume)
+
+
+def _prefer(arguments: list[str]) -> int:
+    from miles.run import preflight
+    from miles.run.recipe import PreferenceRecipe
+
+    options = _parse(_run_parser("prefer", "DPO, IPO, KTO, ORPO or SimPO on chosen and rejected answers.", PreferenceRecipe), arguments)
+    recipe = load(PreferenceRecipe, options.recipe, options.overrides)
+    preflight.check_supervised(recipe, resume=options.resume)  # as in _sft
+    from miles.run.prefer import run
+
+    return run(recipe, resume=options.resume)
+
+
+def _reward(arguments: list[str]) -> int:
+    from miles.run import preflight
+    from miles.run.recipe import RewardModelRecipe
+
+    options = _parse(_run_parser("reward", "A reward model from chosen and rejected answers (Bradley-Terry).", RewardModelRecipe), arguments)
+    recipe = load(RewardModelRecipe, options.recipe, options.overrides)
+    preflight.check_supervised(recipe, resume=options.resume)  # as in _sft
+    from miles.run.reward import run
 
     return run(recipe, resume=options.resume)
 
@@ -148,7 +187,8 @@ def _doctor(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "sft": _sft, "rl": _rl, "evaluate": _evaluate, "config": _config, "report": _report, "doctor": _doctor,
+    "sft": _sft, "prefer": _prefer, "reward": _reward, "rl": _rl, "distill": _distill, "evaluate": _evaluate,
+    "config": _config, "report": _report, "doctor": _doctor,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What `miles rl` is made of: builds the parts of a run from its recipe, starts them together, and ends them for certain."""
+"""What `miles rl` and `miles distill` are made of: builds the parts of a run from its recipe, starts them together, and ends them for certain."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from miles.run.clock import Clock
 from miles.run.cluster import Places, cluster, engine_demands, trainer_demands
 from miles.run.evaluate import Evaluation, Evaluator, sampling_params
 from miles.run.live import Live
-from miles.run.recipe import RLRecipe
+from miles.run.recipe import DistillRecipe, RLRecipe
 from miles.run.resume import first_step
 from miles.run.samples import sample_table
+from miles.run.teacher import check_teacher
 from miles.tracking.tracker import Tracker
 from rollout.actor import RolloutSpec
 from rollout.buffer import Buffer
@@ -149,6 +150,8 @@ class RLRun:
         if not due:
             return None
         evaluation = await self.evaluator.run(self.fleet, self.heal)
+        if self.recipe.distillation is not None:
+            evaluation.metrics["eval/distill_kl"] = await self.trainer.divergence([s for g in evaluation.groups for s in g.trainable])
         if self.recipe.tracking.sample_every and evaluation.groups:
             self.tracker.table(self.version, "evaluation", *sample_table(evaluation.groups, self.tokenizer, self.recipe.tracking.samples))
         if at_start:
@@ -199,9 +202,12 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     registry.loss(config.algorithm)
     folder = Path(config.run.folder)
     tokenizer = tokenizer_of(config.model)
+    if isinstance(config, DistillRecipe):
+        check_teacher(config, tokenizer)
     room = longest_sequence(config.model) - config.rollout.max_new_tokens
     stream = PromptStream(PromptDataset.load(config.data, tokenizer, room), config.run.seed)
-    evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed) if config.evaluate.every else None
+    rewarded = bool(config.reward.functions)
+    evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed, rewarded=rewarded) if config.evaluate.every else None
     stop_ids = end_tokens(config.model, tokenizer, config.rollout.stop)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
     folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +215,7 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     with (
         cluster(config.cluster, demands, one_node=config.weight_sync.transport == "tensor") as places,
         Tracker(config.tracking, folder, config.model_dump(mode="json"), first_step(checkpoints, resume)) as tracker,
-        Live("rl", config.run.steps) as live,
+        Live("rl" if config.distillation is None else "distill", config.run.steps) as live,
     ):
         yield _build(config, folder, places, tracker, live, stream, evaluator, stop_ids, checkpoints, tokenizer, resume)
 
@@ -243,6 +249,7 @@ def _build(
         seed=config.run.seed,
         total_steps=config.run.steps * config.trainer.optimizer_steps_per_batch,
         places=places.of("trainer rank"),
+        distill=config.distillation,
     )
     sync = WeightSync(
         config.weight_sync,

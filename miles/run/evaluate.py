@@ -42,15 +42,17 @@ class Evaluator:
     """Evaluates the weights that a fleet serves. Nothing may publish weights while `run` is under way: the caller sees to it,
     and `run` checks that every token came from one version."""
 
-    def __init__(self, config: EvaluateConfig, prompts: Sequence[Prompt], stop_ids: tuple[int, ...], seed: int) -> None:
-        self._config, self._prompts, self._stop_ids, self._seed = config, prompts, stop_ids, seed
+    def __init__(self, config: EvaluateConfig, prompts: Sequence[Prompt], stop_ids: tuple[int, ...], seed: int, rewarded: bool = True) -> None:
+        self._config, self._prompts, self._stop_ids, self._seed, self._rewarded = config, prompts, stop_ids, seed, rewarded
 
     @classmethod
-    def load(cls, config: EvaluateConfig, model: ModelConfig, seed: int) -> Evaluator:
-        """Raises ValueError when the data does not load, or stop strings are not single tokens."""
+    def load(cls, config: EvaluateConfig, model: ModelConfig, seed: int, *, rewarded: bool = True) -> Evaluator:
+        """`rewarded`: whether the recipe has rewards; without them nothing counts as correct or failed, and only the shape of answers is reported.
+
+        Raises ValueError when the data does not load, or stop strings are not single tokens."""
         tokenizer = tokenizer_of(model)
         dataset = PromptDataset.load(config.data, tokenizer, longest_sequence(model) - config.max_new_tokens)
-        return cls(config, [dataset[i] for i in range(len(dataset))], end_tokens(model, tokenizer, config.stop), seed)
+        return cls(config, [dataset[i] for i in range(len(dataset))], end_tokens(model, tokenizer, config.stop), seed, rewarded)
 
     async def run(self, fleet: Fleet, heal: Callable[[], Awaitable[None]]) -> Evaluation:
         """Answer every prompt `samples_per_prompt` times, and once greedily when asked. `heal` replaces dead engines at the same weights."""
@@ -61,8 +63,8 @@ class Evaluator:
         results = await _answers(fleet, tasks, heal)
         sampled, greedy = results[: len(self._prompts)], results[len(self._prompts) :]
         groups = tuple(r.group for r in sampled if r.group is not None)
-        metrics = evaluation_metrics(groups, len(self._prompts), config)
-        if config.greedy:
+        metrics = evaluation_metrics(groups, len(self._prompts), config, rewarded=self._rewarded)
+        if config.greedy and self._rewarded:
             correct = [s.reward is not None and s.reward >= config.pass_threshold for r in greedy if r.group is not None for s in r.group.samples]
             metrics["eval/greedy"] = sum(correct) / len(self._prompts)
         return Evaluation(metrics, groups)
@@ -88,8 +90,8 @@ async def _answers(fleet: Fleet, tasks: Sequence[GroupTask], heal: Callable[[], 
     return [answered[task.claim_id] for task in tasks]
 
 
-def evaluation_metrics(groups: Sequence[Group], num_prompts: int, config: EvaluateConfig) -> dict[str, float]:
-    """pass@k over all prompts (a prompt without an answer counts as not solved), and the shape of the answers.
+def evaluation_metrics(groups: Sequence[Group], num_prompts: int, config: EvaluateConfig, *, rewarded: bool = True) -> dict[str, float]:
+    """pass@k over all prompts (a prompt without an answer counts as not solved) where there are rewards, and the shape of the answers.
 
     Raises:
         RuntimeError: tokens of more than one weight version: something published during the evaluation.
@@ -105,12 +107,14 @@ def evaluation_metrics(groups: Sequence[Group], num_prompts: int, config: Evalua
     def mean_pass(k: int) -> float:
         return sum(pass_at_k(n, c, k) for c in correct) / num_prompts
 
-    return {
+    correctness = {
         **{f"eval/pass_at_{k}": mean_pass(k) for k in {1, *config.k}},
         "eval/reward_mean": float(np.mean(known)) if known else 0.0,
+        "eval/failed": float(num_prompts * n - len(known)),
+    }
+    return (correctness if rewarded else {}) | {
         "eval/length_mean": float(np.mean([s.response_length for s in samples])) if samples else 0.0,
         "eval/truncated": float(np.mean([s.status is Status.TRUNCATED for s in samples])) if samples else 0.0,
-        "eval/failed": float(num_prompts * n - len(known)),
         "eval/version": float(next(iter(versions), 0)),
     }
 

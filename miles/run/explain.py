@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles.config import ConfigError, Section, load
-from miles.run.recipe import EvaluateRecipe, RLRecipe, SFTRecipe
+from miles.run.recipe import DistillRecipe, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, SupervisedRecipe
 from miles.tracking.redact import redact
 
-KINDS: dict[str, type[Section]] = {"rl": RLRecipe, "sft": SFTRecipe, "evaluate": EvaluateRecipe}
+KINDS: dict[str, type[Section]] = {
+    "rl": RLRecipe, "distill": DistillRecipe, "sft": SFTRecipe, "prefer": PreferenceRecipe, "reward": RewardModelRecipe, "evaluate": EvaluateRecipe,
+}  # fmt: skip
 _SFT_ONLY = {"messages_column", "completion_column", "train_on", "max_tokens"}
 
 
@@ -32,8 +34,14 @@ def explain(path: str, overrides: Sequence[str], kind: str | None = None) -> str
 def infer_kind(path: str, overrides: Sequence[str] = ()) -> str:
     """What a recipe is for, from the sections it has (overrides count)."""
     sections, data_keys = _sections(path, overrides)
+    if "preference" in sections:
+        return "prefer"
+    if "reward_model" in sections:
+        return "reward"
     if "batch_size" in sections or data_keys & _SFT_ONLY:
         return "sft"
+    if "distill" in sections:
+        return "distill"
     if sections & {"algorithm", "weight_sync"} or (sections & {"rollout", "reward"} and sections & {"data", "trainer"}):
         return "rl"
     if "evaluate" in sections and not sections & {"data", "trainer"}:
@@ -45,8 +53,8 @@ def arithmetic(recipe: Section) -> Iterator[str]:
     """The numbers of one step as equations, one a line."""
     if isinstance(recipe, RLRecipe):
         yield from _rl_arithmetic(recipe)
-    elif isinstance(recipe, SFTRecipe):
-        yield from _sft_arithmetic(recipe)
+    elif isinstance(recipe, SupervisedRecipe):
+        yield from _supervised_arithmetic(recipe)
     elif isinstance(recipe, EvaluateRecipe):
         n = recipe.evaluate.samples_per_prompt
         yield f"evaluation: {n} sampled{' + 1 greedy' if recipe.evaluate.greedy else ''} answers a prompt, k = {recipe.evaluate.k}"
@@ -69,14 +77,16 @@ def _rl_arithmetic(recipe: RLRecipe) -> Iterator[str]:
     yield f"staleness: at most {recipe.run.max_staleness} weight versions ({'synchronous' if recipe.run.max_staleness == 0 else 'one step off'})"
 
 
-def _sft_arithmetic(recipe: SFTRecipe) -> Iterator[str]:
-    yield f"one step: {recipe.batch_size} conversations = 1 optimizer step x {recipe.batch_size}"
-    yield f"the run: {recipe.run.steps} steps x {recipe.batch_size} = {recipe.run.steps * recipe.batch_size} conversations"
-    yield from _trainer_arithmetic(recipe, f"sequence at most {f'{recipe.data.max_tokens} tokens' if recipe.data.max_tokens else 'the context of the model'}")
+def _supervised_arithmetic(recipe: SupervisedRecipe) -> Iterator[str]:
+    what = "conversations" if isinstance(recipe, SFTRecipe) else "pairs of conversations"
+    yield f"one step: {recipe.batch_size} {what} = 1 optimizer step x {recipe.batch_size}"
+    yield f"the run: {recipe.run.steps} steps x {recipe.batch_size} = {recipe.run.steps * recipe.batch_size} {what}"
+    longest = recipe.data.max_tokens if isinstance(recipe, (SFTRecipe, PreferenceRecipe, RewardModelRecipe)) else None
+    yield from _trainer_arithmetic(recipe, f"sequence at most {f'{longest} tokens' if longest else 'the context of the model'}")
     yield f"CPUs: {recipe.trainer.ranks} ranks x {recipe.trainer.threads} = {recipe.trainer.ranks * recipe.trainer.threads}"
 
 
-def _trainer_arithmetic(recipe: RLRecipe | SFTRecipe, longest: str) -> Iterator[str]:
+def _trainer_arithmetic(recipe: RLRecipe | SupervisedRecipe, longest: str) -> Iterator[str]:
     ranks, limit = recipe.trainer.ranks, recipe.trainer.max_tokens_per_microbatch
     yield (
         f"micro-batches: each of {ranks} rank{'s' * (ranks > 1)} packs its share of an optimizer step into rows of at most {limit} tokens "

@@ -36,6 +36,11 @@ def trainer_terms(model: ModelConfig, trainer: TrainerConfig, count: int, *, ref
     return terms
 
 
+def teacher_terms(count: int, trainer: TrainerConfig) -> dict[str, int]:
+    """MiB by reason; each rank reads a teacher of `count` parameters whole and keeps its share, in float32."""
+    return {"teacher": _mib(count * 4), f"{trainer.ranks} x the whole teacher while it loads": trainer.ranks * _mib(count * 4)}
+
+
 def engine_terms(model: ModelConfig, rollout: RolloutConfig, count: int) -> dict[str, int]:
     """MiB by reason; the old and the new weights exist together for a moment of each update."""
     base = SGLANG_ENGINE_MIB if rollout.engine == "sglang" else TORCH_ENGINE_MIB

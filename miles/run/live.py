@@ -17,8 +17,11 @@ from rich.table import Table
 SHOWN = {
     "reward/mean": "reward",
     "loss/nll": "nll",
+    "preference/accuracy": "accuracy",
+    "preference/margin": "margin",
     "policy/entropy": "entropy",
     "policy/kl": "kl",
+    "distill/kl": "kl to teacher",
     "policy/clip_fraction": "clipped",
     "optimizer/grad_norm": "grad norm",
     "length/mean": "length",
@@ -27,6 +30,7 @@ SHOWN = {
     "throughput/trained_tokens_per_s": "train tok/s",
     "eval/pass_at_1": "eval pass@1",
     "eval/greedy": "eval greedy",
+    "eval/distill_kl": "eval kl to teacher",
 }
 PHASES = "seconds/"
 LINE_EVERY_S = 5.0  # between plain lines

@@ -6,29 +6,33 @@ import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import TypeVar
 
 from miles.config import ConfigError, Resolved, nearest
 from miles.core.model.config import ModelConfig
 from miles.run import footprint, machine
 from miles.run.machine import MIB
-from miles.run.recipe import ClusterConfig, EvaluateRecipe, RLRecipe, RunConfig, SFTRecipe
+from miles.run.recipe import ClusterConfig, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, RunConfig, SFTRecipe
 from miles.tracking.config import TrackingConfig
 from miles.tracking.wandb_sink import has_key
 from rollout.config import RolloutConfig
 from rollout.rewards.registry import resolve
 
+S = TypeVar("S", SFTRecipe, PreferenceRecipe, RewardModelRecipe)
 _SLICE = re.compile(r"@\[[^\]]*\]$")
 
 
 def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
-    """Raises ConfigError for the first thing that would stop `miles rl`."""
+    """Raises ConfigError for the first thing that would stop `miles rl` or `miles distill`."""
     recipe = resolved.config
     _check_folder(recipe.run, resume)
     _check_model(recipe.model)
     _check_data("data.paths", recipe.data.paths)
     if recipe.evaluate.every:
         _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
-    rewards = [function.label for function in resolve(recipe.reward)]
+    if recipe.distillation is not None:
+        _check_model_path("distill.teacher", recipe.distillation.teacher)
+    rewards = _rewards(recipe)
     for name in recipe.algorithm.part_weights:
         if name not in rewards:
             raise ConfigError(f"algorithm.part_weights has {name!r}, which is no reward function of this recipe{nearest(name, rewards)}")
@@ -39,19 +43,22 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     cpus = recipe.rollout.engines * recipe.rollout.threads + recipe.trainer.ranks * recipe.trainer.threads
     count = footprint.parameters(Path(recipe.model.path))
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=recipe.algorithm.kl_coef > 0)
+    if recipe.distillation is not None:
+        terms |= footprint.teacher_terms(footprint.parameters(Path(recipe.distillation.teacher)), recipe.trainer)
     terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
     shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count)
     _check_cluster(recipe.cluster, f"{engines} + {ranks}", cpus, terms, shared)
 
 
-def check_sft(resolved: Resolved[SFTRecipe], *, resume: bool = False) -> None:
-    """Raises ConfigError for the first thing that would stop `miles sft`."""
+def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
+    """Raises ConfigError for the first thing that would stop `miles sft`, `miles prefer` or `miles reward`."""
     recipe = resolved.config
     _check_folder(recipe.run, resume)
     _check_model(recipe.model)
     _check_data("data.paths", recipe.data.paths)
     _check_tracking(recipe.tracking)
-    terms = footprint.trainer_terms(recipe.model, recipe.trainer, footprint.parameters(Path(recipe.model.path)), reference=False)
+    reference = isinstance(recipe, PreferenceRecipe) and recipe.preference.needs_reference
+    terms = footprint.trainer_terms(recipe.model, recipe.trainer, footprint.parameters(Path(recipe.model.path)), reference=reference)
     ranks, threads = recipe.trainer.ranks, recipe.trainer.threads
     _check_cluster(recipe.cluster, f"{ranks} trainer ranks x {threads} threads", ranks * threads, terms, {})
 
@@ -85,14 +92,26 @@ def _check_folder(run: RunConfig, resume: bool) -> None:
         raise ConfigError(f"run.folder = {run.folder!r} cannot be written: {parent} belongs to someone else")
 
 
+def _rewards(recipe: RLRecipe) -> list[str]:
+    """Names of the reward functions, each imported. Only a distillation may do without any."""
+    if recipe.distillation is not None and not recipe.reward.functions:
+        return []
+    return [function.label for function in resolve(recipe.reward)]
+
+
 def _check_model(model: ModelConfig) -> None:
-    for key, value in (("model.path", model.path), ("model.tokenizer", model.tokenizer)):
-        if value is None or Path(value).is_dir():
-            continue
-        looks_local = value.startswith((".", "/", "~")) or value.count("/") != 1 or Path(value).parent.is_dir()
-        if looks_local or os.environ.get("HF_HUB_OFFLINE") == "1":
-            cure = "write the folder out, '~' is not expanded" if value.startswith("~") else "name a Hugging Face model directory"
-            raise ConfigError(f"{key} = {value!r} is no folder: {cure}")
+    _check_model_path("model.path", model.path)
+    if model.tokenizer is not None:
+        _check_model_path("model.tokenizer", model.tokenizer)
+
+
+def _check_model_path(key: str, value: str) -> None:
+    if Path(value).is_dir():
+        return
+    looks_local = value.startswith((".", "/", "~")) or value.count("/") != 1 or Path(value).parent.is_dir()
+    if looks_local or os.environ.get("HF_HUB_OFFLINE") == "1":
+        cure = "write the folder out, '~' is not expanded" if value.startswith("~") else "name a Hugging Face model directory"
+        raise ConfigError(f"{key} = {value!r} is no folder: {cure}")
 
 
 def _check_data(key: str, paths: list[str]) -> None:

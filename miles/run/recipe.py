@@ -1,16 +1,17 @@
-"""The configuration trees of `miles rl`, `miles sft` and `miles evaluate`: each package's own section, composed."""
+"""The configuration trees of all commands: each package's own section, composed."""
 
 from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from algorithms.config import GROUP_RELATIVE, AlgorithmConfig
+from algorithms.config import GROUP_RELATIVE, AlgorithmConfig, DistillConfig
+from algorithms.preference.config import PreferenceConfig, RewardModelConfig
 from miles.config import Section
 from miles.core.checkpoint.config import CheckpointConfig
 from miles.core.model.config import ModelConfig
-from miles.data.config import PromptDataConfig, SFTDataConfig
+from miles.data.config import PairDataConfig, PromptDataConfig, SFTDataConfig
 from miles.tracking.config import TrackingConfig
-from rollout.config import EvaluateConfig, RewardConfig, RolloutConfig
+from rollout.config import EvaluateConfig, OptionalRewardConfig, RewardConfig, RolloutConfig
 from trainer.config import TrainerConfig
 from weight_sync.config import WeightSyncConfig
 
@@ -52,6 +53,16 @@ class RLRecipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
 
+    @property
+    def distillation(self) -> DistillConfig | None:
+        """What is learned from a teacher: nothing, but in a `DistillRecipe`."""
+        return None
+
+    @property
+    def rewards_teach(self) -> bool:
+        """Whether anything is learned from rewards."""
+        return self.distillation is None or self.distillation.policy_weight > 0
+
     @model_validator(mode="after")
     def _arithmetic(self) -> RLRecipe:
         prompts, group, updates = self.rollout.prompts_per_step, self.rollout.samples_per_prompt, self.trainer.optimizer_steps_per_batch
@@ -60,7 +71,7 @@ class RLRecipe(Section):
                 f"rollout.prompts_per_step = {prompts} does not divide into trainer.optimizer_steps_per_batch = {updates}: "
                 f"{prompts} / {updates} = {prompts / updates:.2f} prompts per optimizer step; groups are never split"
             )
-        if group == 1 and self.algorithm.advantages in GROUP_RELATIVE:
+        if group == 1 and self.algorithm.advantages in GROUP_RELATIVE and self.rewards_teach:
             raise ValueError(
                 f"rollout.samples_per_prompt = 1 with algorithm.advantages = {self.algorithm.advantages!r}: a group of one has no baseline and learns "
                 "nothing; use at least 2, or algorithm.advantages = 'reinforce_pp'"
@@ -76,17 +87,65 @@ class RLRecipe(Section):
         return self
 
 
-class SFTRecipe(Section):
-    """`miles sft`: supervised fine-tuning on conversations."""
+class DistillRecipe(RLRecipe):
+    """`miles distill`: on-policy distillation. The student answers prompts as in `miles rl`, and a teacher in the trainer says how it should have."""
+
+    distill: DistillConfig
+    reward: OptionalRewardConfig = OptionalRewardConfig()
+
+    @property
+    def distillation(self) -> DistillConfig:
+        return self.distill
+
+    @model_validator(mode="after")
+    def _rewards(self) -> DistillRecipe:
+        if self.rewards_teach and not self.reward.functions:
+            raise ValueError(
+                f"distill.policy_weight = {self.distill.policy_weight:g} without a reward: name one in reward.functions, or leave policy_weight at 0"
+            )
+        if self.algorithm.dynamic_sampling and not self.rewards_teach:
+            raise ValueError(
+                "algorithm.dynamic_sampling drops groups by their rewards, which teach nothing here: leave it out, or set distill.policy_weight above 0"
+            )
+        return self
+
+
+class SupervisedRecipe(Section):
+    """What all recipes have in common that learn from a data set that is there beforehand."""
 
     run: RunConfig = RunConfig()
     cluster: ClusterConfig = ClusterConfig()
     model: ModelConfig
-    data: SFTDataConfig = SFTDataConfig()
-    batch_size: int = Field(32, ge=1, description="conversations of one optimizer step")
+    batch_size: int = Field(32, ge=1, description="conversations, or pairs of them, of one optimizer step")
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+
+class SFTRecipe(SupervisedRecipe):
+    """`miles sft`: supervised fine-tuning on conversations."""
+
+    data: SFTDataConfig = SFTDataConfig()
+
+
+class PreferenceRecipe(SupervisedRecipe):
+    """`miles prefer`: a policy learns from pairs of answers which is better."""
+
+    data: PairDataConfig = PairDataConfig()
+    preference: PreferenceConfig = PreferenceConfig()
+
+    @model_validator(mode="after")
+    def _strangers(self) -> PreferenceRecipe:
+        if self.preference.objective == "kto" and self.batch_size == 1:
+            raise ValueError("batch_size = 1 with preference.objective = 'kto', which compares prompts with answers to other prompts: use at least 2")
+        return self
+
+
+class RewardModelRecipe(SupervisedRecipe):
+    """`miles reward`: a reward model learns from pairs of answers which is better."""
+
+    data: PairDataConfig = PairDataConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
 
 
 class EvaluateRecipe(Section):

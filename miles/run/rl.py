@@ -5,6 +5,8 @@
 `max_staleness` is how many weight versions may pass between a group's oldest token and the update that trains on it. At 0 the loop is
 synchronous and on-policy: the engines answer batch v at version v while the trainer waits. At 1 they already answer batch v+1 while
 the trainer trains batch v. The step that turns version v into v+1 is recorded at v+1 on the tracker's axis; 0 is the untrained policy.
+
+On-policy distillation is this loop too: a `DistillRecipe` brings a teacher into the trainer's step, and may do without rewards.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ async def train(run: RLRun) -> None:
 
 
 def run(recipe: Resolved[RLRecipe], *, resume: bool = False) -> int:
-    """`miles rl`: check everything that can be checked, start the actors, train, leave nothing running. Returns the exit code."""
+    """`miles rl` and `miles distill`: check everything that can be checked, start the actors, train, leave nothing running. Returns the exit code."""
     check_rl(recipe, resume=resume)
     with assemble(recipe, resume=resume) as rl_run:
         asyncio.run(_train_and_close(rl_run))

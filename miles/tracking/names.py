@@ -25,6 +25,15 @@ METRICS: dict[str, str] = {
     "policy/clip_fraction": "share of trained tokens whose ratio was clipped",
     "policy/entropy": "mean entropy of the policy, nats per token",
     "policy/kl": "mean KL estimate to the reference, nats per token",
+    "distill/kl": "mean divergence of the student from its teacher, nats per trained token: the one that distill.divergence names",
+    # preference and reward models: an answer's reward is beta times its log-ratio to the reference (dpo, ipo, kto), beta times its mean
+    # log-prob (simpo), its mean log-prob (orpo), or the reward model's output
+    "preference/accuracy": "share of pairs whose chosen answer has the higher reward",
+    "preference/margin": "mean reward of chosen answers less that of rejected ones",
+    "preference/chosen_reward": "mean reward of chosen answers",
+    "preference/rejected_reward": "mean reward of rejected answers",
+    "preference/kl": "kto: estimated KL to the reference, nats per answer, its point of reference",
+    "pairs/trained": "pairs of the step",
     "optimizer/grad_norm": "global gradient norm before clipping",
     "optimizer/lr": "learning rate of this step",
     "optimizer/empty_steps": "optimizer steps without a trained token or with a gradient that is not finite; the weights did not move",
@@ -55,6 +64,7 @@ METRICS: dict[str, str] = {
     "eval/length_mean": "mean tokens of sampled answers",
     "eval/truncated": "share of sampled answers that met max_new_tokens",
     "eval/failed": "samples without a reward, counted as not correct",
+    "eval/distill_kl": "the student's divergence from its teacher on sampled answers to the evaluation prompts, nats per token",
     "eval/version": "the one weight version that all of the evaluation used",
 }
 

@@ -31,7 +31,7 @@ class _Streak:
 
 
 class RewardRunner:
-    """Every sample's reward is the weighted sum of all functions, or None when one of them gave none.
+    """Every sample's reward is the weighted sum of all functions, or None when one of them gave none or there is no function at all.
 
     Attributes:
         counters: `scored` samples, and failures as `<function>/<kind>`, for example `math/timeout` (kinds: see `values.Failure`).
@@ -43,7 +43,7 @@ class RewardRunner:
         self.counters: Counter[str] = Counter()
         self._config = config
         self._tokenizer = tokenizer
-        self._functions = resolve(config)
+        self._functions = resolve(config) if config.functions else []
         self._streaks = {f.label: _Streak() for f in self._functions}
         self._error: RewardError | None = None
         self._closed = False
@@ -72,7 +72,7 @@ class RewardRunner:
             task.cancel()
 
     async def _score(self, sample: Sample, prompt: Prompt) -> Sample:
-        if not sample.status.trainable:
+        if not sample.status.trainable or not self._functions:
             return sample.with_reward(None)
         text = str(self._tokenizer.decode(sample.response_tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
         answers = await asyncio.gather(*(self._counted(f, sample, prompt, text) for f in self._functions))

@@ -153,6 +153,10 @@ def test_the_divergence_of_held_out_samples_is_measured(paths: tuple[Path, Path]
     assert two.run(measured, paths, kind) == pytest.approx([expected(paths, mixed_groups(), kind)[0]] * 2, rel=EXACT)
 
 
+def test_no_samples_have_no_divergence(paths: tuple[Path, Path]) -> None:
+    assert make_backend(paths[0], distill={"teacher": str(paths[1])}).divergence([]) == 0.0
+
+
 def test_no_teacher_is_measured_where_there_is_none(paths: tuple[Path, Path]) -> None:
     with pytest.raises(ValueError, match=r"no teacher: it is loaded where the recipe has a \[distill\] section"):
         make_backend(paths[0]).divergence([make_sample(0, 0, 3, 4)])

@@ -84,7 +84,7 @@ class Distiller:
     def total(self, rows: Sequence[Row]) -> Tensor:
         """The divergence summed over the trained tokens of `rows`, a float64 scalar without a graph. Collective."""
         with torch.no_grad():
-            total = torch.stack([self.forward(row)[2].double().sum() for row in rows]).sum()
+            total = sum((self.forward(row)[2].double().sum() for row in rows), torch.zeros((), dtype=torch.float64, device=self._teacher_head_VE.device))
         reshard(self._student)
         return total
 

@@ -17,6 +17,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "negative log-likelihood, nats per token": ("loss/nll",),
     "entropy, nats per token": ("policy/entropy",),
     "KL to the reference, nats per token": ("policy/kl",),
+    "divergence from the teacher, nats per token": ("distill/kl", "eval/distill_kl"),
     "share of ratios clipped": ("policy/clip_fraction",),
     "gradient norm before clipping": ("optimizer/grad_norm",),
     "learning rate": ("optimizer/lr",),
