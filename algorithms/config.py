@@ -53,6 +53,9 @@ class AlgorithmConfig(Section):
     kl_in: Literal["loss", "reward"] = Field(
         "loss", description="reward: a sample's reward less kl_coef times its log(engine / reference), summed over its tokens, before advantages"
     )
+    kl_target: float | None = Field(
+        None, gt=0, description="KL to the reference, nats per token, that kl_coef is steered to, a little each step; null: kl_coef stays as it is"
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator that is reported; the loss uses its right gradient")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
     entropy_guard: Literal["none", "clip_cov", "kl_cov"] = Field(
@@ -74,6 +77,8 @@ class AlgorithmConfig(Section):
                 f"algorithm.correction = {self.correction!r} compares the trainer's own log-probs with the engine's, "
                 "but old_logprobs = 'rollout' takes the engine's for both: set algorithm.old_logprobs = 'recompute'"
             )
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError(f"algorithm.kl_target = {self.kl_target} steers kl_coef, which is 0: set algorithm.kl_coef to begin with, for example 0.1")
         if self.kl_in == "reward" and self.advantages == "gdpo":
             raise ValueError(
                 "algorithm.kl_in = 'reward' changes the total reward, but advantages = 'gdpo' reads the reward functions one by one: use kl_in = 'loss'"

@@ -25,6 +25,7 @@ METRICS: dict[str, str] = {
     "policy/clip_fraction": "share of trained tokens whose ratio was clipped",
     "policy/entropy": "mean entropy of the policy, nats per token",
     "policy/kl": "mean KL estimate to the reference, nats per token",
+    "policy/kl_coef": "the KL's coefficient in this step, where algorithm.kl_target steers it",
     "distill/kl": "mean divergence of the student from its teacher, nats per trained token: the one that distill.divergence names",
     # preference and reward models: an answer's reward is beta times its log-ratio to the reference (dpo, ipo, kto), beta times its mean
     # log-prob (simpo), its mean log-prob (orpo), or the reward model's output

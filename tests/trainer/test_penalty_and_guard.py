@@ -97,3 +97,21 @@ def test_clip_cov_holds_the_same_tokens_however_the_step_is_cut(model: Path, max
 def test_an_entropy_guard_beside_a_teacher_is_refused(model: Path) -> None:
     with pytest.raises(ValueError, match=r"entropy_guard = 'kl_cov' ranks tokens by the rewards' advantages"):
         make_backend(model, algorithm={"entropy_guard": "kl_cov"}, distill={"teacher": str(model)})
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_a_steered_coefficient_follows_the_kl_and_goes_on_after_a_resume(model: Path, tmp_path: Path, kl_in: str) -> None:
+    algorithm = {"kl_coef": 0.5, "kl_target": 0.01, "kl_in": kl_in, "kl_estimator": "k1"}
+    backend = make_backend(model, algorithm=algorithm, trainer={"lr": 1e-2})
+    groups = mixed_groups()
+    before = [backend.step_rl(groups).metrics for _ in range(3)]
+    backend.save(tmp_path / "step_00000003", {}, asynchronous=False)
+    after = backend.step_rl(groups).metrics
+    other = make_backend(model, algorithm=algorithm, trainer={"lr": 1e-2})
+    other.load(tmp_path / "step_00000003")
+    assert other.step_rl(groups).metrics == after
+    coef = 0.5
+    for metrics in [*before, after]:
+        assert metrics["policy/kl_coef"] == pytest.approx(coef, rel=1e-12)
+        coef *= 1 + np.clip(metrics["policy/kl"] / 0.01 - 1, -0.2, 0.2) / 10
+    assert after["policy/kl_coef"] != 0.5

@@ -16,6 +16,7 @@ from algorithms import registry
 from algorithms.config import AlgorithmConfig, DistillConfig
 from algorithms.contracts import Counts, LossOutput, Rewards, Tokens
 from algorithms.kl import penalised
+from algorithms.kl_controller import adapted
 from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
 from algorithms.sft import nll
 from miles.core.checkpoint import reader, rng
@@ -80,10 +81,13 @@ class FSDPBackend:
         self._policy = Scorer(self.model, trainer.logprob_chunk, self.device)
         self._reference: Scorer | None = None
         if algorithm is not None:
-            self._advantages, self._loss = registry.advantage(algorithm), registry.loss(algorithm)
+            self._advantages = registry.advantage(algorithm)
+            self._set_kl_coef(algorithm.kl_coef)
         if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):
             self._reference = Scorer(build(checkpointing=False).requires_grad_(False), trainer.logprob_chunk, self.device)
         self._pairs = None if pairs is None else PairLoss(config=pairs, model=self.model, policy=self._policy, reference=self._reference)
+        if algorithm is not None and distill is not None and algorithm.kl_target is not None:
+            raise ValueError(f"algorithm.kl_target = {algorithm.kl_target} does not reach the loss beside a teacher: leave it out, or [distill]")
         if algorithm is not None and distill is not None and algorithm.entropy_guard != "none":
             raise ValueError(
                 f"algorithm.entropy_guard = {algorithm.entropy_guard!r} ranks tokens by the rewards' advantages, which a teacher changes: "
@@ -121,7 +125,7 @@ class FSDPBackend:
             results.append(self._update(update, counts.tokens, partial(self._rl_loss, counts=counts, meters=meters), meters))
             # Only before the first update are the weights those that the engines sampled from.
             meters.comparing = False
-        result = self._result(results, meters, int(batch.rewards.length_S.sum()), batch.metrics(self.version) | penalty)
+        result = self._steer(self._result(results, meters, int(batch.rewards.length_S.sum()), batch.metrics(self.version) | penalty))
         self.version += 1
         return result
 
@@ -185,7 +189,9 @@ class FSDPBackend:
             dist.barrier()
 
     def save(self, folder: Path, extra: dict[str, object], *, keep: int | None = None, asynchronous: bool = True) -> None:
-        state = {"optimizer_step": self._optimizer.steps, "version": self.version}
+        state: dict[str, object] = {"optimizer_step": self._optimizer.steps, "version": self.version}
+        if self._algorithm is not None and self._algorithm.kl_target is not None:
+            state["kl_coef"] = self._kl_coef
         self._writer.save(Path(folder), self._state(), state, extra, keep=keep, asynchronous=asynchronous)
 
     def wait_saved(self) -> None:
@@ -195,6 +201,9 @@ class FSDPBackend:
         reshard(self.model)
         state, extra = reader.load(Path(folder), self._state(), rank=self.rank, world=self.world, seed=self._seed)
         self._optimizer.steps, self.version = int(state["optimizer_step"]), int(state["version"])
+        # A run that had no target before goes on with the recipe's coefficient.
+        if self._algorithm is not None and self._algorithm.kl_target is not None and "kl_coef" in state:
+            self._set_kl_coef(float(state["kl_coef"]))
         return extra
 
     def sleep(self) -> None:
@@ -215,7 +224,22 @@ class FSDPBackend:
             return batch.rewards, {}
         kl_S = sequence_kl(batch.samples, self.logprobs(batch.samples, reference=True))
         metrics = {"policy/kl": float(kl_S.sum()) / max(int(batch.rewards.length_S.sum()), 1)}
-        return penalised(batch.rewards, kl_S, algorithm.kl_coef), metrics
+        return penalised(batch.rewards, kl_S, self._kl_coef), metrics
+
+    def _set_kl_coef(self, coef: float) -> None:
+        assert self._algorithm is not None
+        self._kl_coef = coef
+        self._loss = registry.loss(self._algorithm.model_copy(update={"kl_coef": coef}))
+
+    def _steer(self, result: StepResult) -> StepResult:
+        """Where the KL has a target: the next step's coefficient, and this step's reported. The metrics are equal on every rank, so it is too."""
+        algorithm = self._algorithm
+        if algorithm is None or algorithm.kl_target is None:
+            return result
+        used = self._kl_coef
+        if not result.empty:
+            self._set_kl_coef(adapted(used, result.metrics["policy/kl"], algorithm.kl_target))
+        return replace(result, metrics=result.metrics | {"policy/kl_coef": used})
 
     def _with_teacher(self, algorithm: AlgorithmConfig, distill: DistillConfig, master_dtype: torch.dtype) -> Distiller:
         config = self._config.model_copy(update={"path": distill.teacher, "true_on_policy": False})
