@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+"""As templates take it, and with `train: False` on an assistant's turn that is context alone; no template sees that key."""
 Tools = list[dict[Any, Any] | Callable[..., Any]] | None
 """Tools as `apply_chat_template` takes them: JSON schemas or documented functions."""
 
@@ -72,7 +73,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, g
     if not messages:
         raise ChatError("the conversation has no message before the assistant's first turn")
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=generate, tokenize=False))
+        return str(tokenizer.apply_chat_template([_shown(m) for m in messages], tools=tools, add_generation_prompt=generate, tokenize=False))
     except TemplateError as error:
         raise ChatError(f"the chat template refuses the conversation: {error}") from error
 
@@ -90,12 +91,12 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> Conversation:
-    """The conversation with every assistant turn.
+    """The conversation with every assistant turn that is to be trained.
 
     Raises:
         RewritesHistory, UnalignedTurn, ChatError: see there; `split_turns` is the way out of the first.
     """
-    return _encode(tokenizer, messages, [i for i, m in enumerate(messages) if m["role"] == "assistant"], tools)
+    return _encode(tokenizer, messages, [i for i, m in enumerate(messages) if is_trained(m)], tools)
 
 
 def encode_last_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> Conversation:
@@ -109,8 +110,13 @@ def encode_last_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mess
 
 
 def split_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> list[Conversation]:
-    """One conversation per assistant turn, each ending with it and marking it alone: exactly what the model saw and wrote then."""
-    return [encode_last_turn(tokenizer, messages[: i + 1], tools) for i, m in enumerate(messages) if m["role"] == "assistant"]
+    """One conversation per assistant turn that is to be trained, each ending with it and marking it alone: exactly what the model saw and wrote then."""
+    return [encode_last_turn(tokenizer, messages[: i + 1], tools) for i, m in enumerate(messages) if is_trained(m)]
+
+
+def is_trained(message: Message) -> bool:
+    """Whether the message is an assistant's turn and not marked as context."""
+    return message["role"] == "assistant" and message.get("train", True)
 
 
 def following_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], added: Sequence[Message], tools: Tools = None) -> NDArray[np.int64]:
@@ -164,6 +170,10 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens_T: NDArray[np.int64]
     special = set(tokenizer.all_special_ids) | {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     last = next((t for t in range(stop - 1, start - 1, -1) if int(tokens_T[t]) in special), None)
     return stop if last is None else last + 1
+
+
+def _shown(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "train"}
 
 
 def _is_prefix(short: NDArray[np.int64], long: NDArray[np.int64]) -> bool:

@@ -28,7 +28,13 @@ class SFTDataConfig(Section):
     messages_column: str | None = Field(None, description="column with a list of {role, content} messages; null: prompt_column and completion_column")
     prompt_column: str = Field("prompt", description="column with the prompt string or messages")
     completion_column: str = Field("completion", description="column with the answer string")
-    train_on: Literal["completion", "assistant", "all"] = Field("assistant", description="which tokens count: the last answer, every assistant turn, all")
+    train_on: Literal["completion", "assistant", "all"] = Field(
+        "assistant",
+        description='which tokens count: the last answer, every assistant turn (but those of messages with "train": false), all',
+    )
+    weight_column: str | None = Field(
+        None, description="column with each row's weight, above 0; a row of weight 2 counts as if it stood there twice; null: all count alike"
+    )
     max_tokens: int | None = Field(None, ge=2, description="longer rows are left out and counted; null: the model's context")
     shuffle: bool = Field(True, description="a new order each epoch, from the run's seed")
 

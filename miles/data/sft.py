@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -72,15 +73,17 @@ class SFTDataset:
         """
         limit = min(config.max_tokens or max_tokens, max_tokens)
         table = rows.read(config.paths)
+        weights = _weights(config, table)
         conversations: Sequence[_Conversation] = _plain(config, tokenizer, table) if tokenizer.chat_template is None else _chats(config, table)
         counts: Counter[str] = Counter()
         samples: list[Sample] = []
         lengths: list[int] = []
-        for number, (conversation, place) in enumerate(zip(conversations, table.places, strict=True)):
+        for number, (conversation, place, weight) in enumerate(zip(conversations, table.places, weights, strict=True)):
             for part, (tokens, mask) in enumerate(_trajectories(config, tokenizer, conversation, place, counts)):
                 lengths.append(len(tokens))
                 if len(tokens) <= limit:
-                    samples.append(sample_of(f"{number}/{part}", tokens, np.ones_like(mask) if config.train_on == "all" else mask))
+                    sample = sample_of(f"{number}/{part}", tokens, np.ones_like(mask) if config.train_on == "all" else mask)
+                    samples.append(sample if weight is None else replace(sample, metadata={"weight": weight}))
         if not samples:
             raise ConfigError(
                 f"no conversation is left of {len(table.rows)} rows of {', '.join(config.paths)}: {len(lengths)} are longer than {limit} tokens"
@@ -139,6 +142,17 @@ def _chats(config: SFTDataConfig, table: rows.Table) -> list[list[chat.Message]]
     return conversations
 
 
+def _weights(config: SFTDataConfig, table: rows.Table) -> list[float] | list[None]:
+    column = config.weight_column
+    if column is None:
+        return [None] * len(table.rows)
+    values = table.column(column, "data.weight_column")
+    for value, place in zip(values, table.places, strict=True):
+        if rows.kind(value) != "number" or not 0 < value < math.inf:
+            raise ConfigError(f"{place}: column {column!r} is {value!r:.80}: a weight is a number above 0; leave rows out that are not to count")
+    return [float(value) for value in values]
+
+
 def _pairs(config: SFTDataConfig, table: rows.Table) -> tuple[list[Any], list[str]]:
     prompts = table.column(config.prompt_column, "data.prompt_column; for conversations set data.messages_column")
     completions = table.column(config.completion_column, "data.completion_column")
@@ -155,11 +169,25 @@ def _pairs(config: SFTDataConfig, table: rows.Table) -> tuple[list[Any], list[st
 
 def _checked(value: list[Any], place: str, column: str, train_on: str) -> list[chat.Message]:
     messages = checked_messages(value, place, column)
+    _check_marks(messages, place, column, train_on)
     if train_on == "completion" and messages[-1]["role"] != "assistant":
         raise ConfigError(f"{place}: data.train_on = 'completion' needs a conversation that ends with an assistant turn, not {messages[-1]['role']!r}")
     if not any(m["role"] == "assistant" for m in messages) and train_on != "all":
         raise ConfigError(f"{place}: the conversation has no assistant turn to train; its roles are {', '.join(m['role'] for m in messages)}")
     return messages
+
+
+def _check_marks(messages: list[chat.Message], place: str, column: str, train_on: str) -> None:
+    """Marks of turns that are context alone (`"train": false`) must be booleans, fit `train_on` and leave something to train."""
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("train", True), bool):
+            raise ConfigError(f"{place}: column {column!r}, message {number}: train is {message['train']!r:.80}, but it is either true or false")
+    untrained = [n for n, m in enumerate(messages) if not m.get("train", True)]
+    if untrained and train_on == "all":
+        raise ConfigError(f"{place}: message {untrained[0]} has \"train\": false, but data.train_on = 'all' trains every token: use 'assistant'")
+    asked = messages[-1:] if train_on == "completion" else messages
+    if untrained and not any(chat.is_trained(m) for m in asked):
+        raise ConfigError(f'{place}: "train": false on message {untrained[-1]} leaves nothing to train')
 
 
 def _plain(config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, table: rows.Table) -> list[_Trajectory]:

@@ -169,3 +169,57 @@ def test_samples_have_the_dtypes_and_marks_of_a_trajectory_without_an_engine(tmp
     sample = load(jsonl(tmp_path, {"prompt": "a", "completion": "b"}))[0]
     assert sample.weight_versions.tolist() == [-1] * sample.response_length
     assert np.isfinite(sample.logprobs).all()
+
+
+def test_a_rows_weight_stays_with_all_its_samples(tmp_path):
+    path = jsonl(tmp_path, {"messages": THINKING, "w": 2}, {"messages": [user("hi"), assistant("ho")], "w": 0.5})
+    dataset = load(path, byte_tokenizer(DROPS_THINKING), messages_column="messages", weight_column="w")
+    assert [dataset[i].metadata for i in range(3)] == [{"weight": 2.0}, {"weight": 2.0}, {"weight": 0.5}]
+
+
+@pytest.mark.parametrize("weight", [0, -1, "2", None, True, [1], float("inf")])
+def test_a_weight_that_cannot_count_is_refused_by_place(tmp_path, weight):
+    rows = [{"prompt": "a", "completion": "b", "w": 1.0}, {"prompt": "a", "completion": "b", "w": weight}]
+    with pytest.raises(ConfigError, match=r"sft\.jsonl:2: column 'w' is .*: a weight is a number above 0"):
+        load(jsonl(tmp_path, *rows), weight_column="w")
+
+
+def test_a_weight_column_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.weight_column"):
+        load(jsonl(tmp_path, {"prompt": "a", "completion": "b"}), weight_column="weight")
+
+
+def test_a_turn_that_is_marked_is_context_alone(tmp_path):
+    tokenizer = byte_tokenizer()
+    marked = [user("one"), {**assistant("ONE"), "train": False}, user("two"), assistant("TWO")]
+    plain, other = load(jsonl(tmp_path, {"messages": TWO_TURNS}, {"messages": marked}), tokenizer, messages_column="messages")
+    assert trained(tokenizer, other) == f"TWO{END}"
+    assert other.tokens.tolist() == plain.tokens.tolist()
+
+
+def test_a_marked_turn_of_a_rewritten_history_gives_no_sample(tmp_path):
+    tokenizer = byte_tokenizer(DROPS_THINKING)
+    marked = [*THINKING[:3], {**THINKING[3], "train": False}]
+    dataset = load(jsonl(tmp_path, {"messages": marked}), tokenizer, messages_column="messages")
+    assert [trained(tokenizer, dataset[i]) for i in range(len(dataset))] == [f"<think>hm</think>ONE{END}"]
+
+
+def test_templates_never_see_the_mark(tmp_path):
+    shows_keys = "{% for m in messages %}{{ m.keys() | list | sort | join(',') }}:{{ m['content'] }};{% endfor %}"
+    tokenizer = byte_tokenizer(shows_keys)
+    sample = load(jsonl(tmp_path, {"messages": [user("q"), {**assistant("A"), "train": True}]}), tokenizer, messages_column="messages", train_on="all")[0]
+    assert tokenizer.decode(sample.tokens.tolist()) == "content,role:q;content,role:A;"
+
+
+@pytest.mark.parametrize(
+    ("turn", "options", "words"),
+    [
+        ({"train": "no"}, {}, "message 1: train is 'no', but it is either true or false"),
+        ({"train": False}, {}, '"train": false on message 1 leaves nothing to train'),
+        ({"train": False}, {"train_on": "completion"}, '"train": false on message 1 leaves nothing to train'),
+        ({"train": False}, {"train_on": "all"}, "data.train_on = 'all' trains every token"),
+    ],
+)
+def test_marks_that_cannot_be_meant_are_refused_by_place(tmp_path, turn, options, words):
+    with pytest.raises(ConfigError, match=words):
+        load(jsonl(tmp_path, {"messages": [user("q"), {**assistant("A"), **turn}]}), messages_column="messages", **options)

@@ -25,7 +25,7 @@ from miles.core.model.config import ModelConfig
 from miles.data.types import Group, Sample
 from trainer.config import TrainerConfig
 from trainer.contracts import StepResult
-from trainer.fsdp.batch import Batch, count, covariance_of, sequence_kl
+from trainer.fsdp.batch import Batch, count, covariance_of, sequence_kl, weights_of
 from trainer.fsdp.distill import Distiller
 from trainer.fsdp.export import Exporter
 from trainer.fsdp.meters import Meters
@@ -130,9 +130,11 @@ class FSDPBackend:
         return result
 
     def step_sft(self, samples: Sequence[Sample]) -> StepResult:
-        counts = count(samples, self._max_new_tokens)
+        counts, weight_S = count(samples, self._max_new_tokens), weights_of(samples)
+        if weight_S is not None:
+            counts = replace(counts, weight=sum(w * int(s.loss_mask.sum()) for w, s in zip(weight_S.tolist(), samples, strict=True)))
         meters = Meters(self.device)
-        update = self._update(self._rows(samples), counts.tokens, partial(self._sft_loss, counts=counts), meters)
+        update = self._update(self._rows(samples, values_S=weight_S), counts.tokens, partial(self._sft_loss, counts=counts), meters)
         result = self._result([update], meters, counts.tokens, {"tokens/trained": float(counts.tokens)})
         self.version += 1
         return result
@@ -255,10 +257,11 @@ class FSDPBackend:
             dtype=compute_dtype_of(config, master_dtype),
         )
 
-    def _rows(self, samples: Sequence[Sample], together: int = 1) -> list[Row]:
-        """This rank's rows of a batch that needs no advantages."""
+    def _rows(self, samples: Sequence[Sample], together: int = 1, values_S: Tensor | None = None) -> list[Row]:
+        """This rank's rows of a batch that needs no advantages; `values_S`, weights, in their place."""
+        values_S = torch.zeros(len(samples)) if values_S is None else values_S
         lengths_S = torch.tensor([int(s.loss_mask.sum()) for s in samples], dtype=torch.int64)
-        return [self._policy.row(micro, torch.zeros(len(samples)), lengths_S) for micro in self._share(samples, range(len(samples)), together)]
+        return [self._policy.row(micro, values_S, lengths_S) for micro in self._share(samples, range(len(samples)), together)]
 
     def _share(self, samples: Sequence[Sample], places: Sequence[int], together: int = 1) -> list[MicroBatch]:
         return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch, together=together)

@@ -68,6 +68,13 @@ def count(samples: Sequence[Sample], max_tokens: int) -> Counts:
     return Counts(tokens=sum(trained), sequences=sum(t > 0 for t in trained), max_tokens=max_tokens)
 
 
+def weights_of(samples: Sequence[Sample]) -> Tensor | None:
+    """The samples' own weights for SFT, float64 [S], 1 where a sample has none; None where none of them has."""
+    if not any("weight" in s.metadata for s in samples):
+        return None
+    return torch.tensor([s.metadata.get("weight", 1.0) for s in samples], dtype=torch.float64)
+
+
 def covariance_of(samples: Sequence[Sample], advantages_S: Tensor, share: float) -> Covariance:
     """For an entropy guard: of engine log-prob and advantage over the trained tokens of one optimizer step."""
     logprobs_N = np.concatenate([s.logprobs[s.loss_mask] for s in samples])
