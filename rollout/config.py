@@ -38,7 +38,7 @@ class RolloutConfig(SamplingConfig):
 class RewardItem(Section):
     """One reward function."""
 
-    name: str = Field(description="exact_match, math, length, format, judge, or a function of yours as module:function")
+    name: str = Field(description="exact_match, math, length, format, judge, reward_model, or a function of yours as module:function")
     weight: float = Field(1.0, description="the total reward is the weighted sum")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
 

@@ -44,7 +44,7 @@ def refused(folder: Path, *arguments: str, **environment: str) -> str:
 
 def test_help_names_every_command(folder):
     shown = miles(folder, "--help").stdout
-    assert all(f"miles {name} " in shown or f"miles {name}\n" in shown for name in ("sft", "rl", "evaluate", "config", "report", "doctor"))
+    assert all(f"miles {name} " in shown or f"miles {name}\n" in shown for name in ("sft", "prefer", "reward", "rl", "evaluate", "config", "report", "doctor"))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["rl", "--help"], ["config", "rl.toml"]])

@@ -98,7 +98,13 @@ class DistillRecipe(RLRecipe):
         return self.distill
 
     @model_validator(mode="after")
-    def _rewards(self) -> DistillRecipe:
+    def _beside_a_teacher(self) -> DistillRecipe:
+        if self.algorithm.entropy_guard != "none":
+            raise ValueError(
+                f"algorithm.entropy_guard = {self.algorithm.entropy_guard!r} ranks tokens by the rewards' advantages, which a teacher changes: leave it out"
+            )
+        if self.algorithm.kl_coef and self.algorithm.kl_in == "reward" and not self.rewards_teach:
+            raise ValueError("algorithm.kl_in = 'reward' takes the KL off the rewards, which teach nothing here: use kl_in = 'loss'")
         if self.rewards_teach and not self.reward.functions:
             raise ValueError(
                 f"distill.policy_weight = {self.distill.policy_weight:g} without a reward: name one in reward.functions, or leave policy_weight at 0"

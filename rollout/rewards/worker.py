@@ -9,9 +9,8 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
-from miles.config import ConfigError
 from miles.data.types import Prompt, Sample
-from rollout.rewards.registry import import_function
+from rollout.rewards.registry import PREPARATIONS, import_function
 from rollout.rewards.values import Failure, checked
 
 Start = list[tuple[str, dict[str, object]]]
@@ -37,7 +36,10 @@ def _serve(connection: Connection) -> None:
     start: Start = connection.recv()
     try:
         functions = [(import_function(target), args) for target, args in start]
-    except ConfigError as error:
+        for target, args in start:
+            if target in PREPARATIONS:
+                import_function(PREPARATIONS[target])(**args)
+    except ValueError as error:
         connection.send(Failure("crashed", str(error)))
         return
     connection.send(READY)

@@ -28,6 +28,16 @@ def test_answers_are_reversed_words_of_three_to_five_letters(tmp_path):
         assert set(row["prompt"]) <= set(ALPHABET)
 
 
+def test_a_rejected_answer_has_the_letters_of_the_chosen_one_in_another_order(tmp_path):
+    paths = write_reverse_task(tmp_path, pairs=50)
+    pairs, test = rows(paths["pairs"]), {row["prompt"] for row in rows(paths["test"])}
+    assert len(pairs) == 50
+    for row in pairs:
+        assert row["chosen"] == row["prompt"][::-1] != row["rejected"]
+        assert sorted(row["rejected"]) == sorted(row["prompt"])
+        assert row["prompt"] not in test
+
+
 def test_one_seed_gives_the_same_bytes_and_another_gives_others(tmp_path):
     first = write_reverse_task(tmp_path / "a", seed=7)
     again = write_reverse_task(tmp_path / "b", seed=7)

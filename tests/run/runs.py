@@ -17,7 +17,7 @@ from miles.run.recipe import RLRecipe, SFTRecipe
 
 def make_task(folder: Path) -> dict[str, Path]:
     """A model of two small layers and the reversal task's files under `folder`."""
-    paths = write_reverse_task(folder / "data", seed=0, train=8, sft=64, test=8)
+    paths = write_reverse_task(folder / "data", seed=0, train=8, sft=64, test=8, pairs=8)
     return paths | {"model": make_tiny_model(folder / "model", alphabet=ALPHABET, hidden=32, layers=2, context=64)}
 
 

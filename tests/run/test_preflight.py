@@ -145,7 +145,7 @@ def test_sft_checks_its_own_data(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match=r"data\.paths: 'none\.jsonl' is no file"):
-        preflight.check_sft(load(SFTRecipe, None, [f"model.path={tiny_model}", 'data.paths=["none.jsonl"]']))
+        preflight.check_supervised(load(SFTRecipe, None, [f"model.path={tiny_model}", 'data.paths=["none.jsonl"]']))
 
 
 def test_parameters_are_counted_from_the_files(tiny_model):

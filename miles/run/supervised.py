@@ -1,0 +1,126 @@
+"""Learning from a data set that is there beforehand: the one loop of `miles sft`, `miles prefer` and `miles reward`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from algorithms.preference.config import PairConfig
+from miles.core.checkpoint.store import CheckpointStore
+from miles.core.model.load import longest_sequence
+from miles.data.order import refuse_other_data
+from miles.data.types import Sample
+from miles.run.clock import Clock
+from miles.run.cluster import cluster, trainer_demands
+from miles.run.live import Live
+from miles.run.recipe import SupervisedRecipe
+from miles.run.resume import first_step
+from miles.tracking.tracker import Tracker
+from trainer.actor import TrainerGroup
+from trainer.contracts import StepResult
+
+Step = Callable[[TrainerGroup, list[Sample]], Awaitable[StepResult]]
+"""A method of `TrainerGroup` that takes one optimizer step on a batch."""
+
+
+class Stream(Protocol):
+    """Batches without end, each a pure function of its step."""
+
+    def batch(self, step: int, batch_size: int) -> list[Sample]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+@dataclass(kw_only=True)
+class SupervisedRun:
+    """The parts of a run. `version` counts the steps behind the current weights."""
+
+    recipe: SupervisedRecipe
+    folder: Path
+    trainer: TrainerGroup
+    step: Step
+    stream: Stream
+    checkpoints: CheckpointStore
+    tracker: Tracker
+    live: Live
+    version: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the batches: a step of a checkpoint means the same batch only where it is equal."""
+        return f"{self.recipe.batch_size} x {self.stream.fingerprint}"
+
+    async def checkpoint(self) -> None:
+        """Start writing a checkpoint when it is time and there is none of this version."""
+        if self.checkpoints.due(self.version, every=self.recipe.checkpoint.every, last=self.recipe.run.steps):
+            await self.trainer.save(self.checkpoints.begin(self.version), {"version": self.version, "stream": self.fingerprint})
+
+
+async def train(run: SupervisedRun) -> None:
+    """Train from `run.version` to the recipe's last step."""
+    recipe, steps = run.recipe, run.recipe.run.steps
+    while run.version < steps:
+        clock = Clock()
+        with clock("checkpoint"):  # of what the last step reached, now that its record is written
+            await run.checkpoint()
+        batch = run.stream.batch(run.version, recipe.batch_size)
+        with clock("train"):
+            trained = await run.step(run.trainer, batch)
+        run.version += 1
+        metrics = clock.metrics() | trained.metrics | {"version/trained": float(run.version)}
+        metrics["throughput/trained_tokens_per_s"] = sum(len(s.tokens) for s in batch) / metrics["seconds/train"]
+        run.tracker.log(run.version, metrics)
+        run.live.update(run.version, metrics)
+    await run.checkpoint()
+    await run.trainer.wait_saved()
+    if recipe.checkpoint.export:
+        await run.trainer.export(run.folder / "model")
+
+
+def supervise(kind: str, config: SupervisedRecipe, stream: Stream, step: Step, *, pairs: PairConfig | None = None, resume: bool = False) -> int:
+    """Start the trainer, train by `step` on `stream`, leave nothing running. Returns the exit code.
+
+    Args:
+        kind: the command, as the progress line names it.
+        pairs: the objective of a `step` on pairs.
+    """
+    folder = Path(config.run.folder)
+    checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        cluster(config.cluster, trainer_demands(config.trainer), one_node=False) as places,
+        Tracker(config.tracking, folder, config.model_dump(mode="json"), first_step(checkpoints, resume)) as tracker,
+        Live(kind, config.run.steps) as live,
+    ):
+        trainer = TrainerGroup(
+            model=config.model,
+            trainer=config.trainer,
+            algorithm=None,
+            checkpoint=config.checkpoint,
+            temperature=1.0,
+            max_new_tokens=longest_sequence(config.model),
+            seed=config.run.seed,
+            total_steps=config.run.steps,
+            places=places.of("trainer rank"),
+            pairs=pairs,
+        )
+        run = SupervisedRun(recipe=config, folder=folder, trainer=trainer, step=step, stream=stream, checkpoints=checkpoints, tracker=tracker, live=live)
+        asyncio.run(_train_and_close(run, resume))
+    return 0
+
+
+async def _train_and_close(run: SupervisedRun, resume: bool) -> None:
+    try:
+        await run.trainer.start()
+        latest = run.checkpoints.latest() if resume else None
+        if latest is not None:
+            state = await run.trainer.load(latest)
+            refuse_other_data(state["stream"], run.fingerprint)
+            run.version = int(state["version"])
+        await train(run)
+    finally:
+        await run.trainer.close()
