@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from miles.core.model.tiny import make_tiny_model
-from miles.data.types import Group
+from miles.data.types import Group, Sample
 from tests.trainer_cases import (
     VOCABULARY,
     gradients,
     make_backend,
     make_group,
+    make_sample,
     mixed_groups,
     plain_gradients,
     plain_logprobs,
@@ -25,6 +27,7 @@ from tests.trainer_cases import (
     relative_difference,
     restore_norm,
 )
+from tests.trainer_pool import Pool
 
 EXACT = 1e-9
 
@@ -115,3 +118,32 @@ def test_a_steered_coefficient_follows_the_kl_and_goes_on_after_a_resume(model: 
         assert metrics["policy/kl_coef"] == pytest.approx(coef, rel=1e-12)
         coef *= 1 + np.clip(metrics["policy/kl"] / 0.01 - 1, -0.2, 0.2) / 10
     assert after["policy/kl_coef"] != 0.5
+
+
+def rl_gradients(rank: int, world: int, path: Path, groups: list[Group], algorithm: dict[str, Any]) -> dict[str, Any]:
+    backend = make_backend(path, rank=rank, world=world, algorithm=algorithm, trainer={"max_tokens_per_microbatch": 24})
+    backend.step_rl(groups)
+    return gradients(backend)
+
+
+def sft_gradients(rank: int, world: int, path: Path, samples: list[Sample]) -> dict[str, Any]:
+    backend = make_backend(path, rank=rank, world=world)
+    backend.step_sft(samples)
+    return gradients(backend)
+
+
+@pytest.mark.full
+def test_two_ranks_do_what_one_does(model: Path) -> None:
+    samples = [replace(make_sample(0, i, 3, n), metadata={"weight": 0.5 + i}) for i, n in enumerate((4, 9, 1))]
+    pool = Pool(2)
+    try:
+        for algorithm in (
+            {"kl_coef": 0.3, "kl_in": "reward"},
+            {"entropy_guard": "clip_cov", "guard_share": 0.25},
+            {"entropy_guard": "kl_cov", "guard_share": 0.25},
+        ):
+            found = pool.run(rl_gradients, model, mixed_groups(), algorithm)
+            assert relative_difference(found[0], rl_gradients(0, 1, model, mixed_groups(), algorithm)) < EXACT
+        assert relative_difference(pool.run(sft_gradients, model, samples)[0], sft_gradients(0, 1, model, samples)) < EXACT
+    finally:
+        pool.close()
