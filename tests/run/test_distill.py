@@ -97,6 +97,14 @@ def test_a_group_of_one_with_rewards_that_teach(task: dict[str, Path], tmp_path:
     assert "a group of one has no baseline" in refused(task, tmp_path, *overrides)
 
 
+def test_a_kl_taken_off_rewards_that_teach_nothing(task: dict[str, Path], tmp_path: Path) -> None:
+    assert "algorithm.kl_in = 'reward' takes the KL off the rewards" in refused(task, tmp_path, "algorithm.kl_in=reward", "algorithm.kl_coef=0.1")
+
+
+def test_an_entropy_guard_beside_a_teacher(task: dict[str, Path], tmp_path: Path) -> None:
+    assert "algorithm.entropy_guard = 'kl_cov' ranks tokens" in refused(task, tmp_path, "algorithm.entropy_guard=kl_cov")
+
+
 def test_dynamic_sampling_by_rewards_that_teach_nothing(task: dict[str, Path], tmp_path: Path) -> None:
     assert "algorithm.dynamic_sampling drops groups by their rewards" in refused(
         task, tmp_path, "algorithm.dynamic_sampling=true", "rollout.samples_per_prompt=2"
