@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,9 +188,11 @@ class RLRun:
             await self.trainer.export(self.folder / "model")
 
     async def close(self) -> None:
-        await self.sync.close()
-        await self.fleet.close()
-        await self.trainer.close()
+        """End every part, also when another one fails to end."""
+        async with AsyncExitStack() as parts:  # the last in is closed first
+            parts.push_async_callback(self.trainer.close)
+            parts.push_async_callback(self.fleet.close)
+            parts.push_async_callback(self.sync.close)
 
 
 @contextmanager
