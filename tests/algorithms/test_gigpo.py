@@ -57,14 +57,14 @@ trajectories = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(trajectories=trajectories, gamma=st.sampled_from([1.0, 0.95, 0.5]), omega=st.sampled_from([0.0, 1.0, 0.3]))
 def test_every_turn_has_the_credit_that_loops_give_it(trajectories, gamma, omega) -> None:
     got = gigpo(turns_of(trajectories), gamma=gamma, omega=omega).numpy()
     np.testing.assert_allclose(got, np.concatenate(oracle(trajectories, gamma, omega)), atol=1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(trajectories=trajectories, seed=st.integers(0, 1000))
 def test_order_of_trajectories_does_not_matter(trajectories, seed) -> None:
     order = np.random.default_rng(seed).permutation(len(trajectories))
