@@ -108,7 +108,8 @@ class _Score(torch.autograd.Function):
             sum_N[rows] = sum_C
             logprobs_N[rows] = logits_CV.gather(1, targets_N[rows, None]).squeeze(1) - normalizer_C
             if entropy:
-                entropy_N[rows] = normalizer_C - logits_CV.mul_(exp_CV).sum(-1).div_(sum_C)
+                # Log-probabilities and not logits: their sum loses nothing to the size of the logits.
+                entropy_N[rows] = logits_CV.sub_(normalizer_C[:, None]).mul_(exp_CV).sum(-1).div_(-sum_C)
             if keep:
                 kept.append(_difference(exp_CV, sum_C, targets_N[rows]).to(weight_VD.dtype))
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, sum_N, entropy_N, *kept)
