@@ -86,7 +86,8 @@ async def judge(
     Args:
         base_url: up to `/v1`. A key goes over https, or to this machine.
         template: the message to the judge; {prompt}, {response} and {answer} are replaced (once: what is put in is not read again),
-            other braces stay. {answer} is the row's answer, empty where there is none.
+            other braces stay. {prompt} is the text that the model got, its chat template included; {answer} is the row's answer,
+            empty where there is none.
         pattern: regular expression; its last match's first group is the number.
         scale: lowest and highest number that count as an answer; None takes the number as it is.
         api_key_env: environment variable that holds the key, sent as a bearer token. The key itself is never part of a recipe.

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 from judge_server import said, serving
 
-from miles.config import ConfigError
+from miles.config import ConfigError, load
 from miles.data.types import Prompt, Sample, Status
+from miles.run.recipe import RLRecipe
 from rollout.config import RewardConfig, RewardItem
 from rollout.rewards.judge import JudgeError, judge
 from rollout.rewards.registry import resolve
@@ -257,3 +259,10 @@ def test_arguments_that_cannot_work_are_refused_before_anything_starts(args, wor
 def test_a_key_may_go_unencrypted_to_this_machine():
     (function,) = resolve(RewardConfig(functions=[RewardItem(name="judge", args={**GOOD, "api_key_env": "HOME"})]))
     assert function.place == "loop"
+
+
+def test_the_recipe_that_is_shipped_is_one_that_can_run():
+    recipe = load(RLRecipe, Path(__file__).parents[2] / "scripts/recipes/judge_rl.toml").config
+    (function,) = resolve(recipe.reward)
+    assert (function.label, function.place) == ("judge", "loop")
+    assert function.args["timeout_s"] * 4 < recipe.reward.timeout_s < recipe.rollout.timeout_s
