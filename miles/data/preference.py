@@ -6,6 +6,7 @@ model would write, its end token included.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from miles.data.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Pair = tuple[Sample, Sample]
 """The chosen and the rejected answer."""
@@ -94,6 +97,8 @@ class PairDataset:
         )
         if not pairs:
             raise ConfigError(f"no pair is left of {', '.join(config.paths)}: {report}")
+        if len(pairs) < len(table.rows):
+            logger.warning("%s", report)
         return cls(pairs, report, config.shuffle)
 
 

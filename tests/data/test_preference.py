@@ -58,10 +58,11 @@ def test_an_earlier_assistant_turn_is_context(tokenizer, tmp_path):
     assert trained(tokenizer, chosen) == "d<|im_end|>"
 
 
-def test_long_and_equal_pairs_are_left_out_and_counted(tokenizer, tmp_path):
+def test_long_and_equal_pairs_are_left_out_counted_and_said(tokenizer, tmp_path, caplog):
     rows = [ROW, ROW | {"rejected": "b" * 60}, ROW | {"rejected": "cba"}]
     report = load(tokenizer, tmp_path, rows, limit=60).report
     assert (report.rows, report.kept, report.too_long, report.identical) == (3, 1, 1, 1)
+    assert "1 pairs of 3 rows" in caplog.text
 
 
 def test_a_file_without_a_usable_pair_is_refused(tokenizer, tmp_path):

@@ -13,9 +13,11 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
+from miles.core.model.load import load_tokenizer
 from miles.core.model.reward import load_reward_model, reward_of
 from miles.core.model.tiny import make_tiny_model
-from miles.data.types import Sample
+from miles.data.types import Prompt, Sample
+from rollout.rewards.reward_model import reward_model
 from tests.trainer_cases import VOCABULARY, gradients, make_backend, make_sample, plain_logprobs, plain_model, relative_difference, restore_norm
 from tests.trainer_pool import Pool
 
@@ -195,6 +197,10 @@ def test_an_exported_reward_model_gives_the_rewards_that_were_trained(model: Pat
     with torch.no_grad():
         theirs = [float(plain(input_ids=torch.from_numpy(PAIRS[i].tokens)[None]).logits) for i in ended]
     assert [rewards[i] for i in ended] == pytest.approx(theirs, abs=1e-5)
+    text = load_tokenizer(model).decode(PAIRS[0].response_tokens.tolist(), skip_special_tokens=True)
+    assert (
+        reward_model(PAIRS[0], prompt=Prompt(prompt_id=0, tokens=PAIRS[0].tokens, text="", columns={}), text=text, path=str(tmp_path / "export")) == rewards[0]
+    )
     assert np.mean(rewards[::2]) == pytest.approx(metrics["preference/chosen_reward"], abs=1e-5)
     assert np.mean(rewards[1::2]) == pytest.approx(metrics["preference/rejected_reward"], abs=1e-5)
 
@@ -205,3 +211,16 @@ def train_and_export(rank: int, world: int, path: Path, folder: Path) -> dict[st
         backend.step_pairs(PAIRS)
     backend.export(folder)
     return backend.step_pairs(PAIRS).metrics  # of the weights that were exported: a step reports what it started from
+
+
+def test_a_reward_model_with_another_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    backend = make_backend(model, pairs=OBJECTIVES["reward"], dtype=torch.float32)
+    backend.export(tmp_path / "export")
+    prompt = Prompt(prompt_id=0, tokens=PAIRS[0].tokens, text="", columns={})
+    with pytest.raises(ValueError, match="another tokenizer than the policy"):
+        reward_model(PAIRS[0], prompt=prompt, text="something else", path=str(tmp_path / "export"))
+
+
+def test_a_trainer_without_an_objective_on_pairs_refuses_them(model: Path) -> None:
+    with pytest.raises(ValueError, match="without an objective on pairs"):
+        make_backend(model).step_pairs(PAIRS)

@@ -15,6 +15,8 @@ PANELS: dict[str, tuple[str, ...]] = {
     "reward of the trained batch": ("reward/mean", "reward/std"),
     "evaluation": ("eval/pass_at_1", "eval/pass_at_4", "eval/pass_at_8", "eval/pass_at_16", "eval/greedy"),
     "negative log-likelihood, nats per token": ("loss/nll",),
+    "share of pairs told apart": ("preference/accuracy",),
+    "rewards of answers": ("preference/margin", "preference/chosen_reward", "preference/rejected_reward"),
     "entropy, nats per token": ("policy/entropy",),
     "KL to the reference, nats per token": ("policy/kl",),
     "divergence from the teacher, nats per token": ("distill/kl", "eval/distill_kl"),
