@@ -15,7 +15,7 @@ def of(*items):
     ("item", "words"),
     [
         ({"name": "exact_mach"}, r"unknown reward function 'exact_mach'; did you mean 'exact_match'\?"),
-        ({"name": "zzz"}, "unknown reward function 'zzz'; valid: exact_match, format, judge, length, math, reward_model; a function of yours is named module:function"),
+        ({"name": "zzz"}, "unknown reward function 'zzz'; valid: exact_match, format, judge, length, math, reward_model; a function of yours is named"),
         ({"name": "no_such_module:f"}, "no module named 'no_such_module' can be imported"),
         ({"name": "graders:goood"}, r"the module 'graders' has no 'goood'; did you mean 'good'\?"),
         ({"name": "graders:not_a_function"}, "is a int, not a function"),
