@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_batches import Row, rows, run
 
 from algorithms import registry
 from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Counts, Covariance
 from algorithms.entropy_guard import covariance
+from tests.algorithms.loss_batches import Row, rows, run
 
 
 def held(logprobs: list[float], advantages: list[float], share: float) -> list[int]:

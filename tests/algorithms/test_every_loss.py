@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_batches import GUARD_SHARE, Row, count, numeric_gradient, rows, run, tokens_of, with_noise_where_masked
 
 from algorithms import registry
 from algorithms.config import AlgorithmConfig
+from tests.algorithms.loss_batches import GUARD_SHARE, Row, count, numeric_gradient, rows, run, tokens_of, with_noise_where_masked
 
 LOSSES = registry.loss_names()
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_constant")

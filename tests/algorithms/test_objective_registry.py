@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from loss_batches import count, rows, run, tokens_of
 
 from algorithms import registry
 from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Rewards
+from tests.algorithms.loss_batches import count, rows, run, tokens_of
 
 OWN = """
 import torch

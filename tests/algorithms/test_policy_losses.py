@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from loss_batches import Row, count, run, tokens_of
 
 from algorithms import registry
 from algorithms.config import AlgorithmConfig
+from tests.algorithms.loss_batches import Row, count, run, tokens_of
 
 
 def row_of(ratios: list[float], advantages: list[float], old: list[float] | float = 0.2) -> Row:

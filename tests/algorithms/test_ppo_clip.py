@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from loss_batches import Row, run
 
 from algorithms import registry
 from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Counts
+from tests.algorithms.loss_batches import Row, run
 
 
 def one_token(ratio: float, advantage: float, **options) -> tuple[float, float, dict[str, float]]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from loss_batches import Row, count, rows, run
 
 from algorithms.contracts import Counts
 from algorithms.sft import nll
+from tests.algorithms.loss_batches import Row, count, rows, run
 
 
 def test_nll_is_the_mean_over_trained_tokens() -> None:

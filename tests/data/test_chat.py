@@ -1,7 +1,7 @@
 import pytest
-from tokenizers_for_tests import CHATML, DROPS_THINKING, END, JOINS_TOOL_RESULTS, WRITES_BOS, assistant, byte_tokenizer, tool, user
 
 from miles.data.chat import ChatError, RewritesHistory, UnalignedTurn, encode_chat, encode_last_turn, following_tokens, split_turns
+from tests.data.tokenizers_for_tests import CHATML, DROPS_THINKING, END, JOINS_TOOL_RESULTS, WRITES_BOS, assistant, byte_tokenizer, tool, user
 
 TWO_TURNS = [user("one"), assistant("ONE"), user("two"), assistant("TWO")]
 THINKING = [user("one"), assistant("<think>hm</think>ONE"), user("two"), assistant("<think>so</think>TWO")]

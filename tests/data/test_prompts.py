@@ -3,11 +3,11 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers_for_tests import BOS, REFUSES_SYSTEM, WRITES_BOS, byte_tokenizer, user
 
 from miles.config import ConfigError
 from miles.data.config import PromptDataConfig
 from miles.data.prompts import PromptDataset, PromptStream
+from tests.data.tokenizers_for_tests import BOS, REFUSES_SYSTEM, WRITES_BOS, byte_tokenizer, user
 
 
 def jsonl(folder, *rows) -> str:

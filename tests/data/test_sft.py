@@ -3,11 +3,11 @@ import logging
 
 import numpy as np
 import pytest
-from tokenizers_for_tests import BOS, DROPS_THINKING, END, assistant, byte_tokenizer, user
 
 from miles.config import ConfigError
 from miles.data.config import SFTDataConfig
 from miles.data.sft import SFTDataset, SFTStream
+from tests.data.tokenizers_for_tests import BOS, DROPS_THINKING, END, assistant, byte_tokenizer, user
 
 TWO_TURNS = [user("one"), assistant("ONE"), user("two"), assistant("TWO")]
 THINKING = [user("one"), assistant("<think>hm</think>ONE"), user("two"), assistant("<think>so</think>TWO")]

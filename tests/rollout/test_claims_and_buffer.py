@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from groups_for_tests import group, prompt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -11,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from miles.data.types import Group, Sample
 from rollout.buffer import Buffer
 from rollout.claims import Claims, Outcome
+from tests.rollout.groups_for_tests import group, prompt
 
 
 class Run(RuleBasedStateMachine):

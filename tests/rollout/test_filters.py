@@ -1,8 +1,8 @@
 import pytest
-from groups_for_tests import group
 
 from miles.data.types import Status
 from rollout.filters import diagnosis, teaches_nothing, zero_variance
+from tests.rollout.groups_for_tests import group
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from groups_for_tests import group, prompt
 from ray.exceptions import ObjectLostError, RayActorError
 
 from rollout import fleet as fleet_module
@@ -16,6 +15,7 @@ from rollout.actor import GroupResult, GroupTask
 from rollout.config import RolloutConfig
 from rollout.engines.contracts import SamplingParams
 from rollout.fleet import Fleet
+from tests.rollout.groups_for_tests import group, prompt
 
 Script = Callable[[Sequence[GroupTask]], AsyncIterator[Awaitable[GroupResult]]]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from judge_server import said, serving
 
 from miles.config import ConfigError, load
 from miles.data.types import Prompt, Sample, Status
@@ -18,6 +17,7 @@ from rollout.config import RewardConfig, RewardItem
 from rollout.rewards.judge import JudgeError, judge
 from rollout.rewards.registry import resolve
 from rollout.rewards.runner import RewardRunner
+from tests.rollout.judge_server import said, serving
 
 PROMPT = Prompt(prompt_id=0, tokens=np.array([0]), text="What is 3 + 4?", columns={"answer": "7"})
 SAMPLE = Sample(

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from groups_for_tests import group
 
 from miles.config import ConfigError
 from miles.data.prompts import PromptDataset, PromptReport, PromptStream
@@ -19,6 +18,7 @@ from rollout.buffer import Buffer
 from rollout.claims import Claims, Outcome
 from rollout.engines.contracts import SamplingParams
 from rollout.producer import Producer
+from tests.rollout.groups_for_tests import group
 
 N = 4
 TEACHES, SAME = [0.0, 1.0], [1.0, 1.0]

@@ -2,13 +2,13 @@ import threading
 
 import numpy as np
 import pytest
-from groups_for_tests import group
 
 from miles.data.types import Prompt
 from rollout.rewards.exact_match import exact_match
 from rollout.rewards.maths import equivalent, last_boxed
 from rollout.rewards.shaping import length, matches
 from rollout.rewards.values import Failure, checked
+from tests.rollout.groups_for_tests import group
 
 SAMPLE = group(0, [0]).samples[0]
 

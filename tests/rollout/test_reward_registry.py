@@ -6,6 +6,8 @@ from miles.config import ConfigError
 from rollout.config import RewardConfig, RewardItem
 from rollout.rewards.registry import resolve
 
+GRADERS = "tests.rollout.graders"
+
 
 def of(*items):
     return resolve(RewardConfig(functions=[RewardItem(**item) for item in items]))
@@ -17,10 +19,13 @@ def of(*items):
         ({"name": "exact_mach"}, r"unknown reward function 'exact_mach'; did you mean 'exact_match'\?"),
         ({"name": "zzz"}, "unknown reward function 'zzz'; valid: exact_match, format, judge, length, math, reward_model; a function of yours is named"),
         ({"name": "no_such_module:f"}, "no module named 'no_such_module' can be imported"),
-        ({"name": "graders:goood"}, r"the module 'graders' has no 'goood'; did you mean 'good'\?"),
-        ({"name": "graders:not_a_function"}, "is a int, not a function"),
-        ({"name": "graders:takes_no_prompt"}, r"cannot be called as reward\(sample, \*, prompt, text\): got an unexpected keyword argument 'prompt'"),
-        ({"name": "graders:good", "args": {"bonsu": 1}}, "unexpected keyword argument 'bonsu'; its signature is .*bonus"),
+        ({"name": f"{GRADERS}:goood"}, r"the module 'tests.rollout.graders' has no 'goood'; did you mean 'good'\?"),
+        ({"name": f"{GRADERS}:not_a_function"}, "is a int, not a function"),
+        (
+            {"name": f"{GRADERS}:takes_no_prompt"},
+            r"cannot be called as reward\(sample, \*, prompt, text\): got an unexpected keyword argument 'prompt'",
+        ),
+        ({"name": f"{GRADERS}:good", "args": {"bonsu": 1}}, "unexpected keyword argument 'bonsu'; its signature is .*bonus"),
         ({"name": "length"}, "missing a required argument: 'max_tokens'"),
         ({"name": "math:hypot", "args": {}}, "not written in Python|cannot be called"),
     ],
@@ -49,5 +54,5 @@ def test_the_same_function_twice_has_two_labels():
 
 
 def test_functions_that_may_hang_go_to_a_process_and_coroutines_to_the_loop():
-    places = [f.place for f in of({"name": "graders:good"}, {"name": "graders:slow_async"}, {"name": "math"}, {"name": "exact_match"})]
+    places = [f.place for f in of({"name": f"{GRADERS}:good"}, {"name": f"{GRADERS}:slow_async"}, {"name": "math"}, {"name": "exact_match"})]
     assert places == ["process", "loop", "process", "inline"]

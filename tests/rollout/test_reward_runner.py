@@ -8,15 +8,17 @@ import threading
 import time
 from contextlib import contextmanager
 
-import graders
 import numpy as np
 import pytest
-from tokenizers_for_rewards import tokenizer
 
 from miles.data.types import Prompt, Sample, Status
 from rollout.config import RewardConfig, RewardItem
 from rollout.rewards.runner import RewardRunner
 from rollout.rewards.values import RewardError
+from tests.rollout import graders
+from tests.rollout.tokenizers_for_rewards import tokenizer
+
+GRADERS = "tests.rollout.graders"
 
 TOKENIZER = tokenizer()
 PROMPT = Prompt(prompt_id=0, tokens=np.array([0]), text="", columns={"answer": "7"})
@@ -72,11 +74,13 @@ def gone(pid: int, within_s: float = 20.0) -> bool:
 
 def test_the_reward_is_the_weighted_sum_and_parts_are_kept():
     with runner(
-        {"name": "exact_match", "weight": 2.0}, {"name": "graders:good", "weight": 0.5, "args": {"bonus": 1}}, {"name": "graders:slow_async"}
+        {"name": "exact_match", "weight": 2.0},
+        {"name": f"{GRADERS}:good", "weight": 0.5, "args": {"bonus": 1}},
+        {"name": f"{GRADERS}:slow_async"},
     ) as rewards:
         first, second = asyncio.run(rewards.score([said("7"), said("123")], PROMPT))
     assert (first.reward, second.reward) == (2.0 * 1 + 0.5 * 2 + 2.0, 0.5 * 4 + 2.0)
-    assert first.reward_parts == {"exact_match": 1.0, "graders:good": 2.0, "graders:slow_async": 2.0}
+    assert first.reward_parts == {"exact_match": 1.0, f"{GRADERS}:good": 2.0, f"{GRADERS}:slow_async": 2.0}
 
 
 def test_the_text_has_no_special_tokens_and_the_tokens_are_untouched():
@@ -96,20 +100,20 @@ def test_a_trajectory_that_ended_badly_has_no_reward_instead_of_zero(status):
 
 @pytest.mark.parametrize("kind", ["none", "nan", "infinite", "string", "list", "type"])
 def test_what_is_no_number_is_counted_by_kind_and_named(kind, caplog):
-    with runner({"name": "graders:returns", "args": {"what": kind}}) as rewards:
+    with runner({"name": f"{GRADERS}:returns", "args": {"what": kind}}) as rewards:
         assert score(rewards, "a") == [None]
-    assert rewards.counters[f"graders:returns/{kind}"] == 1
-    assert f"'graders:returns' gave no reward for sample 0/a ({kind})" in caplog.text
+    assert rewards.counters[f"{GRADERS}:returns/{kind}"] == 1
+    assert f"'{GRADERS}:returns' gave no reward for sample 0/a ({kind})" in caplog.text
 
 
 def test_one_failing_function_leaves_the_sum_unknown_and_keeps_the_other_parts():
-    with runner({"name": "exact_match"}, {"name": "graders:returns", "args": {"what": "nan"}}) as rewards:
+    with runner({"name": "exact_match"}, {"name": f"{GRADERS}:returns", "args": {"what": "nan"}}) as rewards:
         (scored,) = asyncio.run(rewards.score([said("7")], PROMPT))
     assert scored.reward is None
     assert scored.reward_parts == {"exact_match": 1.0}
 
 
-@pytest.mark.parametrize(("name", "error"), [("graders:raises", "the grader is broken"), ("graders:raises_async", "the async grader is broken")])
+@pytest.mark.parametrize(("name", "error"), [(f"{GRADERS}:raises", "the grader is broken"), (f"{GRADERS}:raises_async", "the async grader is broken")])
 def test_a_function_that_always_raises_ends_the_run_with_its_traceback(name, error):
     with runner({"name": name}, max_failures=3) as rewards:
         assert score(rewards, "a", "b") == [None, None]
@@ -121,25 +125,28 @@ def test_a_function_that_always_raises_ends_the_run_with_its_traceback(name, err
 
 
 def test_failures_that_are_not_in_a_row_do_not_end_the_run():
-    with runner({"name": "graders:fails_every_other"}, max_failures=2) as rewards:
+    with runner({"name": f"{GRADERS}:fails_every_other"}, max_failures=2) as rewards:
         for _ in range(4):
             assert score(rewards, "x") == [None]
             assert score(rewards, "y") == [1.0]
-    assert rewards.counters["graders:fails_every_other/none"] == 4
+    assert rewards.counters[f"{GRADERS}:fails_every_other/none"] == 4
 
 
 def test_one_functions_success_does_not_hide_anothers_failures():
-    with runner({"name": "exact_match"}, {"name": "graders:raises"}, max_failures=2) as rewards, pytest.raises(RewardError, match="graders:raises"):
+    with (
+        runner({"name": "exact_match"}, {"name": f"{GRADERS}:raises"}, max_failures=2) as rewards,
+        pytest.raises(RewardError, match=f"{GRADERS}:raises"),
+    ):
         score(rewards, "a", "b")
 
 
 def test_a_function_that_hangs_is_bounded_and_its_worker_replaced():
-    with runner({"name": "graders:hangs_on_x"}, timeout_s=2.0) as rewards:
+    with runner({"name": f"{GRADERS}:hangs_on_x"}, timeout_s=2.0) as rewards:
         score(rewards, "a")
         (before,) = children()
         assert score(rewards, "x", "b") == [None, 1.0]
         (after,) = children()
-    assert rewards.counters["graders:hangs_on_x/timeout"] == 1
+    assert rewards.counters[f"{GRADERS}:hangs_on_x/timeout"] == 1
     assert before != after
     assert not alive(before)
 
@@ -153,20 +160,20 @@ def test_a_function_that_hangs_does_not_hold_up_the_event_loop():
             ticks += 1
         return ticks
 
-    with runner({"name": "graders:hangs_on_x"}, timeout_s=0.5) as rewards:
+    with runner({"name": f"{GRADERS}:hangs_on_x"}, timeout_s=0.5) as rewards:
         assert asyncio.run(both(rewards)) > 5
 
 
 def test_once_the_run_is_over_calls_that_wait_do_not_each_take_a_deadline():
-    with runner({"name": "graders:hangs_on_x"}, timeout_s=0.3, max_failures=2) as rewards:
+    with runner({"name": f"{GRADERS}:hangs_on_x"}, timeout_s=0.3, max_failures=2) as rewards:
         with pytest.raises(RewardError, match="timeout"):
             score(rewards, *["x"] * 400)
-        assert rewards.counters["graders:hangs_on_x/timeout"] == 2
+        assert rewards.counters[f"{GRADERS}:hangs_on_x/timeout"] == 2
 
 
 def test_what_a_hanging_function_started_is_killed_with_it(tmp_path):
     pid_file = tmp_path / "pids"
-    with runner({"name": "graders:hangs_with_a_child", "args": {"pid_file": str(pid_file)}}, timeout_s=2.0) as rewards:
+    with runner({"name": f"{GRADERS}:hangs_with_a_child", "args": {"pid_file": str(pid_file)}}, timeout_s=2.0) as rewards:
         assert score(rewards, "a") == [None]
     worker, child = map(int, pid_file.read_text().split())
     assert gone(worker)
@@ -174,29 +181,29 @@ def test_what_a_hanging_function_started_is_killed_with_it(tmp_path):
 
 
 def test_a_worker_that_dies_is_counted_with_its_exit_code_and_replaced(caplog):
-    with runner({"name": "graders:dies"}, {"name": "graders:good"}) as rewards:
+    with runner({"name": f"{GRADERS}:dies"}, {"name": f"{GRADERS}:good"}) as rewards:
         assert score(rewards, "a") == [None]
         assert score(rewards, "b") == [None]
-    assert rewards.counters["graders:dies/crashed"] == 2
+    assert rewards.counters[f"{GRADERS}:dies/crashed"] == 2
     assert "exit code 7" in caplog.text
 
 
 def test_a_function_may_print():
-    with runner({"name": "graders:prints"}) as rewards:
+    with runner({"name": f"{GRADERS}:prints"}) as rewards:
         assert score(rewards, "a") == [1.0]
 
 
 def test_calls_are_shared_out_over_the_workers():
-    with runner({"name": "graders:pid"}, workers=2) as rewards:
+    with runner({"name": f"{GRADERS}:pid"}, workers=2) as rewards:
         pids = set(score(rewards, *"abcdefghijklmnop"))
         assert pids == children()
         assert len(pids) == 2
 
 
 def test_a_coroutine_past_its_deadline_is_counted_and_the_others_go_on():
-    with runner({"name": "graders:slow_async", "args": {"seconds": 60}}, timeout_s=0.2) as rewards:
+    with runner({"name": f"{GRADERS}:slow_async", "args": {"seconds": 60}}, timeout_s=0.2) as rewards:
         assert score(rewards, "a", "b") == [None, None]
-    assert rewards.counters["graders:slow_async/timeout"] == 2
+    assert rewards.counters[f"{GRADERS}:slow_async/timeout"] == 2
 
 
 def test_a_coroutine_that_ignores_its_cancellation_is_not_waited_for():
@@ -205,7 +212,7 @@ def test_a_coroutine_that_ignores_its_cancellation_is_not_waited_for():
         return sample.reward, list(graders.finished)
 
     graders.finished.clear()
-    with runner({"name": "graders:stubborn"}, timeout_s=0.1) as rewards:
+    with runner({"name": f"{GRADERS}:stubborn"}, timeout_s=0.1) as rewards:
         assert asyncio.run(reward_and_finished(rewards)) == (None, [])
 
 
@@ -225,7 +232,7 @@ def test_a_group_that_is_cancelled_leaves_the_runner_usable():
                 await rewards.score([said("x"), said("x")], PROMPT)
         return await rewards.score([said("a")], PROMPT)
 
-    with runner({"name": "graders:hangs_on_x"}, timeout_s=2.0) as rewards:
+    with runner({"name": f"{GRADERS}:hangs_on_x"}, timeout_s=2.0) as rewards:
         score(rewards, "a")
         assert [s.reward for s in asyncio.run(cancelled_then_scored(rewards))] == [1.0]
 
@@ -239,7 +246,7 @@ def test_close_ends_every_worker_also_in_the_middle_of_a_call():
             await task
 
     before = children()
-    with runner({"name": "graders:hangs_on_x"}, workers=2, timeout_s=60) as rewards:
+    with runner({"name": f"{GRADERS}:hangs_on_x"}, workers=2, timeout_s=60) as rewards:
         score(rewards, "a")
         ours = children() - before
         assert len(ours) == 2
@@ -251,8 +258,8 @@ def test_a_worker_ends_when_its_parent_is_killed_in_the_middle_of_a_call(tmp_pat
     pid_file = tmp_path / "pids"
     program = (
         "import asyncio, sys; sys.path[:0] = sys.argv[2:]\n"
-        "from test_reward_runner import PROMPT, RewardConfig, RewardItem, RewardRunner, TOKENIZER, said\n"
-        "item = RewardItem(name='graders:hangs_with_a_child', args={'pid_file': sys.argv[1]})\n"
+        "from tests.rollout.test_reward_runner import PROMPT, RewardConfig, RewardItem, RewardRunner, TOKENIZER, said\n"
+        "item = RewardItem(name='tests.rollout.graders:hangs_with_a_child', args={'pid_file': sys.argv[1]})\n"
         "asyncio.run(RewardRunner(RewardConfig(functions=[item], timeout_s=300), TOKENIZER).score([said('a')], PROMPT))\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, str(pid_file), *sys.path])

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from groups_for_tests import prompt
 
 from miles.core.model.config import ModelConfig
 from rollout import actor as actor_module
 from rollout.actor import GroupResult, GroupTask, RolloutActor, RolloutSpec
 from rollout.config import RewardConfig, RolloutConfig
 from rollout.engines.contracts import EngineError, EngineHealth, Request, SamplingParams
+from tests.rollout.groups_for_tests import prompt
 
 
 class Hanging:
