@@ -22,12 +22,13 @@ import torch
 
 from rollout.engines.sglang_args import LOADER
 from rollout.engines.sglang_loader import describe
-from rollout.engines.sglang_manifest import check_manifest, stored_shapes
+from rollout.engines.sglang_manifest import TIED_HEAD, stored_specs
 from rollout.engines.sglang_served import check_served
 from rollout.engines.sglang_server import SGLangServer
 from weight_sync.buckets import export_bytes
-from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, SharedMemory, WeightSyncError
+from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, SharedMemory, TensorSpec, WeightSyncError
 from weight_sync.digests import digest
+from weight_sync.manifest import check_manifest
 from weight_sync.transports.broadcast import BroadcastGroup, join
 from weight_sync.transports.shared_memory import read_bucket
 
@@ -47,7 +48,7 @@ class SGLangWeights:
         self._facts = facts
         self._dtype = dtype
         self._ranks = ranks
-        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._specs: dict[str, TensorSpec] | None = None
         self._group: BroadcastGroup | None = None
         self._retained: Stored | None = None  # None: the model directory itself
         self._manifest: Manifest | None = None
@@ -74,9 +75,9 @@ class SGLangWeights:
         """Refuse, before a byte moves, what the server would die of. Raises WeightSyncError."""
         if self._manifest is not None:
             raise WeightSyncError(f"{self._server.name}: version {self._manifest.version} is still being received; commit or abort it first")
-        if self._shapes is None:
-            self._shapes = stored_shapes(self._facts.folder)
-        check_manifest(manifest, self._shapes, self._dtype, self._facts.tied, self._server.name)
+        if self._specs is None:
+            self._specs = stored_specs(self._facts.folder, self._dtype)
+        check_manifest(manifest, self._specs, self._server.name, may_lack=(TIED_HEAD,) if self._facts.tied else ())
         needed = export_bytes(manifest)  # retained until the next commit, whichever way it comes
         free = shutil.disk_usage(self._folder()).free
         if needed > free:

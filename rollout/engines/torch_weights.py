@@ -9,6 +9,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, SharedMemory, TensorSpec, WeightSyncError
 from weight_sync.digests import digest
+from weight_sync.manifest import check_manifest
 from weight_sync.transports.broadcast import BroadcastGroup, join
 from weight_sync.transports.shared_memory import read_bucket
 
@@ -39,20 +40,7 @@ class StagedWeights:
         """Raises WeightSyncError naming the first tensor whose name, shape or dtype is not the model's, that comes twice or lacks."""
         if self._manifest is not None:
             raise WeightSyncError(f"torch engine: version {self._manifest.version} is still being received; commit or abort it first")
-        seen: set[str] = set()
-        for spec in manifest.tensors:
-            own = self.specs.get(spec.name)
-            if own is None:
-                raise WeightSyncError(f"torch engine refuses version {manifest.version}: tensor {spec.name!r} is not in the model")
-            if spec != own:
-                announced, held = f"{spec.dtype} {list(spec.shape)}", f"{own.dtype} {list(own.shape)}"
-                raise WeightSyncError(f"torch engine refuses version {manifest.version}: tensor {spec.name!r} is {announced}, the engine holds {held}")
-            if spec.name in seen:
-                raise WeightSyncError(f"torch engine refuses version {manifest.version}: tensor {spec.name!r} comes twice")
-            seen.add(spec.name)
-        missing = self.specs.keys() - seen
-        if missing:
-            raise WeightSyncError(f"torch engine refuses version {manifest.version}: {len(missing)} tensors are left out, the first is {min(missing)!r}")
+        check_manifest(manifest, self.specs, "torch engine")
         self._manifest, self._staged = manifest, {}
 
     def receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
