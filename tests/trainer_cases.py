@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -17,11 +18,26 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from algorithms.config import AlgorithmConfig, DistillConfig
 from algorithms.preference.config import PairConfig
 from miles.core.model.config import ModelConfig
+from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Group, Prompt, Sample, Status
 from trainer.config import TrainerConfig
 from trainer.fsdp.backend import FSDPBackend
 
 VOCABULARY = 50
+
+
+def small_model(folder: Path) -> Path:
+    """Two layers over a vocabulary of VOCABULARY tokens, under `folder`."""
+    alphabet = "".join(chr(0x100 + i) for i in range(VOCABULARY - 9))
+    return make_tiny_model(folder / "model", alphabet=alphabet, hidden=16, heads=2, kv_heads=1, context=128)
+
+
+def single_rank() -> Iterator[None]:
+    """Body of a fixture: this process is the one rank of the tests on one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    restore_norm()
 
 
 def make_sample(group: int, index: int, prompt: int, response: int, *, reward: float | None = None, masked: Sequence[int] = (), seed: int = 0) -> Sample:

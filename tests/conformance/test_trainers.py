@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -27,7 +26,8 @@ from tests.trainer_cases import (
     plain_logprobs,
     plain_model,
     relative_difference,
-    restore_norm,
+    single_rank,
+    small_model,
     weights,
 )
 from tests.trainer_pool import Pool
@@ -39,17 +39,12 @@ EXACT = 1e-12
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    alphabet = "".join(chr(0x100 + i) for i in range(VOCABULARY - 9))
-    return make_tiny_model(tmp_path_factory.mktemp("trainers") / "model", alphabet=alphabet, hidden=16, heads=2, kv_heads=1, context=128)
+    return small_model(tmp_path_factory.mktemp("trainers"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one() -> Iterator[None]:
-    """This process is the one rank of the tests on one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    restore_norm()
+    yield from single_rank()
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Group, Sample
 from tests.trainer_cases import (
-    VOCABULARY,
     gradients,
     make_backend,
     make_group,
@@ -25,7 +22,8 @@ from tests.trainer_cases import (
     plain_logprobs,
     plain_model,
     relative_difference,
-    restore_norm,
+    single_rank,
+    small_model,
 )
 from tests.trainer_pool import Pool
 
@@ -34,16 +32,12 @@ EXACT = 1e-9
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    alphabet = "".join(chr(0x100 + i) for i in range(VOCABULARY - 9))
-    return make_tiny_model(tmp_path_factory.mktemp("penalty") / "model", alphabet=alphabet, hidden=16, heads=2, kv_heads=1, context=128)
+    return small_model(tmp_path_factory.mktemp("penalty"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    restore_norm()
+    yield from single_rank()
 
 
 def divergence(path: Path, groups: list[Group]) -> list[list[float]]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from miles.core.model.compare import compare
 from miles.core.model.tiny import make_tiny_model
@@ -24,7 +23,7 @@ from tests.trainer_cases import (
     plain_gradients,
     plain_model,
     relative_difference,
-    restore_norm,
+    single_rank,
 )
 from tests.trainer_pool import Pool
 
@@ -43,11 +42,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one() -> Iterator[None]:
-    """This process is the one rank of the tests on one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    restore_norm()
+    yield from single_rank()
 
 
 @pytest.fixture(scope="module")

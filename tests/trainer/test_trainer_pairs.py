@@ -15,10 +15,9 @@ from transformers import AutoModelForSequenceClassification
 from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
 from miles.core.model.load import load_tokenizer
 from miles.core.model.reward import load_reward_model, reward_of
-from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Prompt, Sample
 from rollout.rewards.reward_model import reward_model
-from tests.trainer_cases import VOCABULARY, gradients, make_backend, make_sample, plain_logprobs, plain_model, relative_difference, restore_norm
+from tests.trainer_cases import gradients, make_backend, make_sample, plain_logprobs, plain_model, relative_difference, restore_norm, small_model
 from tests.trainer_pool import Pool
 
 EXACT = 1e-10
@@ -35,8 +34,7 @@ OBJECTIVES: dict[str, PairConfig] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    alphabet = "".join(chr(0x100 + i) for i in range(VOCABULARY - 9))
-    return make_tiny_model(tmp_path_factory.mktemp("pairs") / "model", alphabet=alphabet, hidden=16, heads=2, kv_heads=1, context=128)
+    return small_model(tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.fixture(scope="module", autouse=True)

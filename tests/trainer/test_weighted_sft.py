@@ -7,24 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from miles.core.model.tiny import make_tiny_model
-from tests.trainer_cases import VOCABULARY, gradients, make_backend, make_sample, relative_difference, restore_norm
+from tests.trainer_cases import gradients, make_backend, make_sample, relative_difference, single_rank, small_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    alphabet = "".join(chr(0x100 + i) for i in range(VOCABULARY - 9))
-    return make_tiny_model(tmp_path_factory.mktemp("weights") / "model", alphabet=alphabet, hidden=16, heads=2, kv_heads=1, context=128)
+    return small_model(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    restore_norm()
+    yield from single_rank()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8192])
