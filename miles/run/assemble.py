@@ -15,7 +15,7 @@ import numpy as np
 from algorithms import registry
 from miles.config import Resolved
 from miles.core.checkpoint.store import CheckpointStore
-from miles.core.model.load import end_tokens, longest_sequence, tokenizer_of
+from miles.core.model.load import end_tokens, prompt_room, tokenizer_of
 from miles.data.prompts import PromptDataset, PromptStream
 from miles.run.clock import Clock
 from miles.run.cluster import Places, cluster, engine_demands, trainer_demands
@@ -206,7 +206,7 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     tokenizer = tokenizer_of(config.model)
     if isinstance(config, DistillRecipe):
         check_teacher(config, tokenizer)
-    room = longest_sequence(config.model) - config.rollout.max_new_tokens
+    room = prompt_room(config.model, config.rollout.max_new_tokens, "rollout.max_new_tokens")
     stream = PromptStream(PromptDataset.load(config.data, tokenizer, room), config.run.seed)
     rewarded = bool(config.reward.functions)
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed, rewarded=rewarded) if config.evaluate.every else None

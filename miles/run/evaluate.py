@@ -11,7 +11,7 @@ import numpy as np
 
 from miles.config import Resolved
 from miles.core.model.config import ModelConfig
-from miles.core.model.load import end_tokens, longest_sequence, tokenizer_of
+from miles.core.model.load import end_tokens, prompt_room, tokenizer_of
 from miles.data.prompts import PromptDataset
 from miles.data.types import Group, Prompt, Status
 from miles.run.cluster import cluster, engine_demands
@@ -51,7 +51,7 @@ class Evaluator:
 
         Raises ValueError when the data does not load, or stop strings are not single tokens."""
         tokenizer = tokenizer_of(model)
-        dataset = PromptDataset.load(config.data, tokenizer, longest_sequence(model) - config.max_new_tokens)
+        dataset = PromptDataset.load(config.data, tokenizer, prompt_room(model, config.max_new_tokens, "evaluate.max_new_tokens"))
         return cls(config, [dataset[i] for i in range(len(dataset))], end_tokens(model, tokenizer, config.stop), seed, rewarded)
 
     async def run(self, fleet: Fleet, heal: Callable[[], Awaitable[None]]) -> Evaluation:

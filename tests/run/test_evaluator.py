@@ -39,5 +39,5 @@ def test_max_prompt_tokens_cannot_raise_the_bound(tiny_model: Path, tmp_path: Pa
 
 
 def test_no_room_for_a_prompt_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no room for a prompt"):
+    with pytest.raises(ConfigError, match=r"evaluate\.max_new_tokens = 8 leaves no room for a prompt in a context of 8 tokens: lower it to 7 or less"):
         load(ModelConfig(path=str(tiny_model), context=8), tmp_path)

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from miles.config import ConfigError
 from miles.core.model.config import ModelConfig
 
 # Loading bars of several processes would run through the run's own progress line.
@@ -66,6 +67,21 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 def longest_sequence(model: ModelConfig) -> int:
     """Tokens of the longest sequence that trainer and engines take: `model.context`, else the model's own. Raises as `context_length`."""
     return model.context or context_length(model.path, trust_remote_code=model.trust_remote_code)
+
+
+def prompt_room(model: ModelConfig, max_new_tokens: int, option: str) -> int:
+    """The longest prompt that leaves room for an answer. `option` names `max_new_tokens` in the message.
+
+    Raises:
+        ConfigError: there is no room for even one token; and as `longest_sequence`.
+    """
+    longest = longest_sequence(model)
+    if max_new_tokens >= longest:
+        raise ConfigError(
+            f"{option} = {max_new_tokens} leaves no room for a prompt in a context of {longest} tokens: lower it to {longest - 1} or less, "
+            "by as much as your prompts are long"
+        )
+    return longest - max_new_tokens
 
 
 def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
