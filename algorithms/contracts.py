@@ -8,7 +8,7 @@ touch a result, even when they are NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,20 +19,47 @@ from algorithms.config import AlgorithmConfig
 
 
 @dataclass(frozen=True, kw_only=True)
+class TurnPlaces:
+    """The K turns of a batch: stretches of tokens that the policy wrote between two answers of its environment.
+
+    Attributes:
+        turn_N: int64, the turn that each response token belongs to, -1 for none. sequence_K: int64, whose turn it is; a sequence's
+            turns are in order.
+        states: the state in which each turn began, K hashable values; None where it is not known.
+    """
+
+    turn_N: Tensor
+    sequence_K: Tensor
+    states: Sequence[Hashable]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """Rewards of a batch of S sequences in groups.
+    """Rewards of a batch of S sequences in groups, whose N response tokens lie end to end.
 
     Attributes:
         reward_S: float; NaN where the reward is None (such a sample leaves every baseline and gets advantage 0).
         group_S: int64, the index of each sequence's group, groups numbered from 0.
-        length_S: int64, trained tokens of each sequence.
+        mask_N: bool; True where a token is trained. sequence_N: int64, whose it is.
+        reward_N: float, the reward of each trained token: `reward_S` laid over its sequence, most of it on the last one.
         parts: name -> float [S]; each reward function on its own, for estimators that normalise them one by one.
+        values_N: float, the critic's value of the state in which each token was chosen; None without a critic.
+        turns: None where the samples say nothing of turns.
     """
 
     reward_S: Tensor
     group_S: Tensor
-    length_S: Tensor
+    mask_N: Tensor
+    sequence_N: Tensor
+    reward_N: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)
+    values_N: Tensor | None = None
+    turns: TurnPlaces | None = None
+
+    @property
+    def length_S(self) -> Tensor:
+        """Trained tokens of each sequence, int64."""
+        return torch.bincount(self.sequence_N[self.mask_N], minlength=len(self.reward_S))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +141,28 @@ class TokenLoss:
     clipped_N: Tensor
 
 
-Advantage = Callable[[Rewards, AlgorithmConfig], Tensor]
-"""What is registered: rewards of S sequences -> advantages float [S], constant over a sequence's tokens. 0 where the reward is NaN."""
+@dataclass(frozen=True, kw_only=True)
+class TokenAdvantages:
+    """What an estimator says about each response token of the batch.
+
+    Attributes:
+        advantages_N: float; 0 where the token is not trained or its sequence's reward is unknown.
+        returns_N: float, what the critic learns; NaN where it has nothing to learn. None from an estimator without a critic.
+    """
+
+    advantages_N: Tensor
+    returns_N: Tensor | None = None
+
+
+Advantage = Callable[[Rewards, AlgorithmConfig], "TokenAdvantages | Tensor"]
+"""What is registered: rewards of a batch -> advantages of its tokens. A plain Tensor [S] is one advantage for all tokens of a sequence,
+0 where the reward is NaN."""
 
 Objective = Callable[[Tokens, AlgorithmConfig], "TokenLoss | Tensor"]
 """What is registered: a policy objective per token. Masked places of its input hold 0. A plain Tensor [N] is a loss without reports."""
 
-AdvantageFn = Callable[[Rewards], Tensor]
-"""An `Advantage` with its configuration bound: what `registry.advantage` returns."""
+AdvantageFn = Callable[[Rewards], TokenAdvantages]
+"""An `Advantage` with its configuration bound and its result laid over tokens: what `registry.advantage` returns."""
 
 
 class LossFn(Protocol):

@@ -19,7 +19,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from algorithms.contracts import Rewards, Tokens
+from algorithms.contracts import Rewards, Tokens, masked
 from algorithms.ratio import MAX_LOG_RATIO, ratio
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -44,9 +44,12 @@ def kl_loss(tokens: Tokens, reference_logprobs_N: Tensor, estimator: Estimator) 
     return value_N + surrogate_N - surrogate_N.detach()
 
 
-def penalised(rewards: Rewards, kl_S: Tensor, coef: float) -> Rewards:
-    """`rewards` less `coef` times each sequence's sum of k1 under the policy that sampled it, float [S]; unknown rewards stay unknown.
+def penalised(rewards: Rewards, kl_N: Tensor, coef: float) -> Rewards:
+    """`rewards` less `coef` times k1 of each trained token under the policy that sampled it; unknown rewards stay unknown.
 
     As a reward the penalty needs no gradient of its own: the policy gradient of E[-k1] is that of -KL(policy || reference).
+    `kl_N`: float [N]; masked places may hold anything.
     """
-    return replace(rewards, reward_S=rewards.reward_S - coef * kl_S.to(rewards.reward_S.dtype))
+    penalty_N = coef * masked(kl_N, rewards.mask_N).to(rewards.reward_S.dtype)
+    reward_S = rewards.reward_S.index_add(0, rewards.sequence_N, penalty_N, alpha=-1)
+    return replace(rewards, reward_S=reward_S, reward_N=rewards.reward_N - penalty_N)

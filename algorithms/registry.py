@@ -5,6 +5,10 @@
         ratio = (tokens.logprobs_N - tokens.old_logprobs_N).exp()
         return -ratio * tokens.advantages_N
 
+    @register_advantage("my_advantages")
+    def my_advantages(rewards: Rewards, config: AlgorithmConfig) -> Tensor:  # one for each sequence, [S], or TokenAdvantages
+        return rewards.reward_S.nan_to_num() - 0.5
+
 A module in this package registers its functions when it is first looked for; a function of a user's needs no decorator:
 `algorithm.loss = "my_package.my_module:my_loss"`.
 """
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from algorithms.aggregate import aggregate
 from algorithms.config import AlgorithmConfig
-from algorithms.contracts import Advantage, AdvantageFn, Counts, LossFn, LossOutput, Objective, Rewards, TokenLoss, Tokens, masked
+from algorithms.contracts import Advantage, AdvantageFn, Counts, LossFn, LossOutput, Objective, Rewards, TokenAdvantages, TokenLoss, Tokens, masked
 from algorithms.corrections import corrected
 from algorithms.entropy_guard import guarded
 from algorithms.kl import estimate, kl_loss
@@ -58,17 +62,21 @@ def loss_names() -> list[str]:
 
 
 def advantage(config: AlgorithmConfig) -> AdvantageFn:
-    """The estimator of `config`: `Rewards` -> advantages float [S].
+    """The estimator of `config`: `Rewards` -> advantages of all N response tokens, whether it speaks of sequences or of tokens.
 
     Raises:
         ConfigError: `config.advantages` is neither a name nor an importable function of (rewards, config).
     """
     estimator = _find("algorithm.advantages", config.advantages, advantage_names(), _ADVANTAGES)
 
-    def bound(rewards: Rewards) -> Tensor:
-        advantages_S = estimator(rewards, config)
-        _check_shape(config.advantages, "advantages", advantages_S, rewards.reward_S)
-        return advantages_S
+    def bound(rewards: Rewards) -> TokenAdvantages:
+        found = estimator(rewards, config)
+        if isinstance(found, TokenAdvantages):
+            for values_N in (found.advantages_N, *([] if found.returns_N is None else [found.returns_N])):
+                _check_shape(config.advantages, "TokenAdvantages", values_N, rewards.sequence_N)
+            return found
+        _check_shape(config.advantages, "advantages", found, rewards.reward_S)
+        return TokenAdvantages(advantages_N=masked(found[rewards.sequence_N], rewards.mask_N))
 
     return bound
 

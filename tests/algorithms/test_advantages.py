@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from algorithms import registry
 from algorithms.config import GROUP_RELATIVE, AlgorithmConfig
 from algorithms.contracts import Rewards
+from tests.algorithms.reward_batches import of_sequences, rewards_over
 
 NAMES = registry.advantage_names()
 SCALED = [n for n in NAMES if n != "rloo"]
@@ -27,11 +29,11 @@ def rewards_of(groups: list[list[float]], dtype: torch.dtype = torch.float64, le
     reward_S = torch.tensor(flat, dtype=dtype)
     group_S = torch.tensor([i for i, g in enumerate(groups) for _ in g], dtype=torch.int64)
     length_S = torch.tensor(lengths or [3 + i % 4 for i in range(len(flat))])
-    return Rewards(reward_S=reward_S, group_S=group_S, length_S=length_S, parts={"a": reward_S, "b": reward_S.square() - 0.3 * reward_S})
+    return rewards_over(reward_S, group_S, length_S, {"a": reward_S, "b": reward_S.square() - 0.3 * reward_S})
 
 
 def compute(name: str, rewards: Rewards, **options) -> np.ndarray:
-    return registry.advantage(AlgorithmConfig(advantages=name, **options))(rewards).numpy()
+    return of_sequences(registry.advantage(AlgorithmConfig(advantages=name, **options))(rewards), rewards)
 
 
 def random_groups(seed: int, group_sizes: list[int]) -> list[list[float]]:
@@ -75,9 +77,7 @@ def test_reinforce_pp_baseline_by_hand() -> None:
 
 def gdpo_rewards(a: list[float], b: list[float]) -> Rewards:
     a_S, b_S = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
-    return Rewards(
-        reward_S=a_S + b_S, group_S=torch.zeros(len(a), dtype=torch.int64), length_S=torch.ones(len(a), dtype=torch.int64), parts={"a": a_S, "b": b_S}
-    )
+    return rewards_over(a_S + b_S, torch.zeros(len(a), dtype=torch.int64), torch.ones(len(a), dtype=torch.int64), {"a": a_S, "b": b_S})
 
 
 def test_gdpo_by_hand() -> None:
@@ -104,16 +104,15 @@ def test_gdpo_tells_apart_rewards_with_the_same_sum() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gdpo_of_rewards_that_cancel_is_zero_and_not_scaled_residue(dtype) -> None:
     a_S = torch.tensor([0.1, 0.7, 0.3, 0.45], dtype=dtype)
-    opposite = Rewards(
-        reward_S=0 * a_S, group_S=torch.zeros(4, dtype=torch.int64), length_S=torch.ones(4, dtype=torch.int64), parts={"a": a_S, "b": 5.3 - 3 * a_S}
-    )
+    opposite = rewards_over(0 * a_S, torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64), {"a": a_S, "b": 5.3 - 3 * a_S})
     assert not compute("gdpo", opposite).any()
 
 
 def test_gdpo_refuses_a_weight_of_no_reward() -> None:
+    ones = torch.ones(2, dtype=torch.int64)
+    rewards = rewards_over(torch.ones(2), 0 * ones, ones, {"format": torch.ones(2)})
     with pytest.raises(ValueError, match="did you mean 'format'"):
-        compute("gdpo", Rewards(reward_S=torch.ones(2), group_S=torch.zeros(2, dtype=torch.int64), length_S=torch.ones(2), parts={"format": torch.ones(2)}),
-                part_weights={"fromat": 1.0})  # fmt: skip
+        compute("gdpo", rewards, part_weights={"fromat": 1.0})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,8 +153,7 @@ def test_only_unknown_rewards_give_zero(name) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_rewards_that_failed_all_through_the_batch_and_left_no_parts_give_zero(name) -> None:
     failed = rewards_of([[nan, nan], [nan, nan]])
-    without_parts = Rewards(reward_S=failed.reward_S, group_S=failed.group_S, length_S=failed.length_S)
-    assert not compute(name, without_parts, part_weights={"a": 2.0}).any()
+    assert not compute(name, replace(failed, parts={}), part_weights={"a": 2.0}).any()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,10 +162,8 @@ def test_rewards_that_failed_all_through_the_batch_and_left_no_parts_give_zero(n
 def test_order_does_not_matter(name, seed, group_sizes) -> None:
     rewards = rewards_of(random_groups(seed, group_sizes))
     order = torch.tensor(np.random.default_rng(seed).permutation(len(rewards.reward_S)))
-    moved = Rewards(
-        reward_S=rewards.reward_S[order], group_S=rewards.group_S[order], length_S=rewards.length_S[order],
-        parts={k: v[order] for k, v in rewards.parts.items()},
-    )  # fmt: skip
+    parts = {k: v[order] for k, v in rewards.parts.items()}
+    moved = rewards_over(rewards.reward_S[order], rewards.group_S[order], rewards.length_S[order], parts)
     np.testing.assert_allclose(compute(name, moved), compute(name, rewards)[order.numpy()], rtol=1e-12, atol=1e-13)
 
 
@@ -177,7 +173,7 @@ def test_order_does_not_matter(name, seed, group_sizes) -> None:
 def test_scaled_rewards_leave_normalised_advantages_alone(name, seed, group_sizes, factor) -> None:
     groups = random_groups(seed, group_sizes)
     once = rewards_of(groups)
-    times = Rewards(reward_S=once.reward_S * factor, group_S=once.group_S, length_S=once.length_S, parts={k: v * factor for k, v in once.parts.items()})
+    times = rewards_over(once.reward_S * factor, once.group_S, once.length_S, {k: v * factor for k, v in once.parts.items()})
     np.testing.assert_allclose(compute(name, times), compute(name, once), rtol=1e-10, atol=1e-12)
 
 
@@ -186,7 +182,7 @@ def test_scaled_rewards_leave_normalised_advantages_alone(name, seed, group_size
 @given(seed=seeds, group_sizes=sizes, shift=st.sampled_from([1.0, -7.0]))
 def test_a_constant_added_to_every_reward_changes_nothing(name, seed, group_sizes, shift) -> None:
     once = rewards_of(random_groups(seed, group_sizes))
-    moved = Rewards(reward_S=once.reward_S + shift, group_S=once.group_S, length_S=once.length_S, parts={k: v + shift for k, v in once.parts.items()})
+    moved = rewards_over(once.reward_S + shift, once.group_S, once.length_S, {k: v + shift for k, v in once.parts.items()})
     np.testing.assert_allclose(compute(name, moved), compute(name, once), rtol=1e-10, atol=1e-12)
 
 
@@ -197,5 +193,6 @@ def test_a_group_of_one_teaches_a_group_relative_estimator_nothing(name) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_sequences_give_no_advantages(name) -> None:
-    empty = Rewards(reward_S=torch.zeros(0), group_S=torch.zeros(0, dtype=torch.int64), length_S=torch.zeros(0, dtype=torch.int64), parts={"a": torch.zeros(0)})
+    nothing = torch.zeros(0, dtype=torch.int64)
+    empty = rewards_over(torch.zeros(0), nothing, nothing, {"a": torch.zeros(0)})
     assert compute(name, empty).shape == (0,)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from algorithms.contracts import Rewards, Tokens
+from algorithms.contracts import Tokens
 from algorithms.kl import estimate, kl_loss, penalised
+from tests.algorithms.reward_batches import rewards_over
 
 LOGITS = np.array([0.3, -1.2, 0.8, 0.1])
 REFERENCE = np.array([0.2, -0.9, 0.1, 0.6])
@@ -93,7 +96,7 @@ def test_the_penalty_in_the_reward_has_the_kls_gradient_as_a_policy_gradient() -
     """E[grad log pi * penalised reward] over every action, each a sequence of one token, with rewards of 0."""
     log_pi, log_ref = log_softmax(LOGITS), log_softmax(REFERENCE)
     zeros = torch.zeros(4, dtype=torch.float64)
-    rewards = penalised(Rewards(reward_S=zeros, group_S=zeros.long(), length_S=zeros.long() + 1), torch.tensor(log_pi - log_ref), 0.5)
+    rewards = penalised(rewards_over(zeros, zeros.long(), zeros.long() + 1), torch.tensor(log_pi - log_ref), 0.5)
     score = np.eye(4) - np.exp(log_pi)  # d log pi(a) / d logits
     gradient = (np.exp(log_pi)[:, None] * score * rewards.reward_S.numpy()[:, None]).sum(0)
     np.testing.assert_allclose(gradient, -0.5 * analytic_gradient(), atol=1e-14)
@@ -101,5 +104,13 @@ def test_the_penalty_in_the_reward_has_the_kls_gradient_as_a_policy_gradient() -
 
 def test_a_penalty_leaves_an_unknown_reward_unknown() -> None:
     reward = torch.tensor([1.0, np.nan], dtype=torch.float64)
-    out = penalised(Rewards(reward_S=reward, group_S=torch.zeros(2).long(), length_S=torch.ones(2).long()), torch.tensor([2.0, 3.0]), 0.1)
+    out = penalised(rewards_over(reward, torch.zeros(2).long(), torch.ones(2).long()), torch.tensor([2.0, 3.0]), 0.1)
     np.testing.assert_allclose(out.reward_S.numpy(), [0.8, np.nan])
+
+
+def test_a_penalty_lies_on_the_tokens_that_it_is_of() -> None:
+    rewards = rewards_over(torch.tensor([1.0, 2.0]), torch.zeros(2).long(), torch.tensor([3, 1]))
+    rewards = replace(rewards, mask_N=torch.tensor([True, False, True, True]))
+    out = penalised(rewards, torch.tensor([1.0, np.nan, 2.0, -3.0]), 0.5)
+    assert out.reward_N.tolist() == [-0.5, 0.0, 0.0, 3.5]
+    assert out.reward_S.tolist() == [-0.5, 3.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,24 @@ from algorithms import registry
 from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Rewards
 from tests.algorithms.loss_batches import count, rows, run, tokens_of
+from tests.algorithms.reward_batches import rewards_over
 
 OWN = """
 import torch
+from algorithms.contracts import TokenAdvantages
 
 def best_only(rewards, config):
     best = torch.nan_to_num(rewards.reward_S, nan=-1).amax()
     return (rewards.reward_S == best).float()
+
+def by_place(rewards, config):
+    return TokenAdvantages(advantages_N=torch.arange(len(rewards.mask_N)).double())
+
+def best_token(rewards, config):
+    return rewards.reward_N
+
+def too_few(rewards, config):
+    return TokenAdvantages(advantages_N=rewards.reward_S)
 
 def likelihood(tokens, config):
     return -tokens.advantages_N * tokens.logprobs_N
@@ -31,6 +43,11 @@ def one_argument(tokens):
 
 not_a_function = 3
 """
+
+
+def two_sequences() -> Rewards:
+    """Of two tokens and of one."""
+    return rewards_over(torch.tensor([0.0, 2.0]), torch.zeros(2, dtype=torch.int64), torch.tensor([2, 1]))
 
 
 @pytest.fixture
@@ -49,8 +66,22 @@ def test_a_users_loss_is_masked_and_aggregated_like_a_builtin(own_module) -> Non
 
 
 def test_a_users_advantages(own_module) -> None:
-    rewards = Rewards(reward_S=torch.tensor([0.0, 2.0]), group_S=torch.zeros(2, dtype=torch.int64), length_S=torch.ones(2))
-    assert registry.advantage(AlgorithmConfig(advantages=f"{own_module}:best_only"))(rewards).tolist() == [0.0, 1.0]
+    assert registry.advantage(AlgorithmConfig(advantages=f"{own_module}:best_only"))(two_sequences()).advantages_N.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_a_users_advantages_may_differ_from_token_to_token(own_module) -> None:
+    assert registry.advantage(AlgorithmConfig(advantages=f"{own_module}:by_place"))(two_sequences()).advantages_N.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_masked_token_has_no_advantage_of_its_sequence(own_module) -> None:
+    rewards = replace(two_sequences(), mask_N=torch.tensor([True, True, False]))
+    assert registry.advantage(AlgorithmConfig(advantages=f"{own_module}:best_only"))(rewards).advantages_N.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("function", "shape"), [("best_token", r"advantages as a tensor of shape \(2,\), not \(3,\)"), ("too_few", r"\(3,\), not \(2,\)")])
+def test_a_users_advantages_of_the_wrong_shape_are_named(own_module, function, shape) -> None:
+    with pytest.raises(ValueError, match=f"'users_objective:{function}' must return .*{shape}"):
+        registry.advantage(AlgorithmConfig(advantages=f"{own_module}:{function}"))(two_sequences())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from miles.core.model.config import ModelConfig
 from miles.data.types import Group, Sample
 from trainer.config import TrainerConfig
 from trainer.contracts import StepResult
-from trainer.fsdp.batch import Batch, count, covariance_of, sequence_kl, weights_of
+from trainer.fsdp.batch import Batch, count, covariance_of, token_kl, weights_of
 from trainer.fsdp.distill import Distiller
 from trainer.fsdp.export import Exporter
 from trainer.fsdp.meters import Meters
@@ -106,9 +105,9 @@ class FSDPBackend:
             raise ValueError("this trainer was built without an [algorithm] section: it can do step_sft only")
         batch = Batch(groups, self._trainer.optimizer_steps_per_batch)
         rewards, penalty = self._penalised(batch)
-        advantages_S = self._advantages(rewards)
+        advantages = self._advantages(rewards).advantages_N.split(batch.lengths)
         updates = [self._share(batch.samples, places) for places in batch.updates]
-        rows = [[self._policy.row(micro, advantages_S, batch.rewards.length_S) for micro in update] for update in updates]
+        rows = [[self._policy.row(micro, advantages) for micro in update] for update in updates]
         for number, update in enumerate(rows):
             for row in update:
                 if self._reference is not None and algorithm.kl_in == "loss":
@@ -121,7 +120,7 @@ class FSDPBackend:
             samples = [batch.samples[i] for i in places]
             counts = count(samples, self._max_new_tokens)
             if algorithm.entropy_guard != "none" and counts.tokens:
-                counts = replace(counts, covariance=covariance_of(samples, advantages_S[places], algorithm.guard_share))
+                counts = replace(counts, covariance=covariance_of(samples, [advantages[i] for i in places], algorithm.guard_share))
             results.append(self._update(update, counts.tokens, partial(self._rl_loss, counts=counts, meters=meters), meters))
             # Only before the first update are the weights those that the engines sampled from.
             meters.comparing = False
@@ -134,7 +133,9 @@ class FSDPBackend:
         if weight_S is not None:
             counts = replace(counts, weight=sum(w * int(s.loss_mask.sum()) for w, s in zip(weight_S.tolist(), samples, strict=True)))
         meters = Meters(self.device)
-        update = self._update(self._rows(samples, values_S=weight_S), counts.tokens, partial(self._sft_loss, counts=counts), meters)
+        # Weights travel in the advantages' place.
+        weights = None if weight_S is None else [w.expand(s.response_length) for w, s in zip(weight_S, samples, strict=True)]
+        update = self._update(self._rows(samples, values=weights), counts.tokens, partial(self._sft_loss, counts=counts), meters)
         result = self._result([update], meters, counts.tokens, {"tokens/trained": float(counts.tokens)})
         self.version += 1
         return result
@@ -157,24 +158,13 @@ class FSDPBackend:
         if reference and self._reference is None:
             raise ValueError("there is no reference model: it is loaded when algorithm.kl_coef > 0")
         scorer = self._reference if reference and self._reference is not None else self._policy
-        ends = torch.tensor([0] + [s.response_length for s in samples]).cumsum(0).tolist()
-        flat = torch.zeros(ends[-1], dtype=torch.float64, device=self.device)
-        zeros_S = torch.zeros(len(samples))
-        for micro in self._share(samples, range(len(samples))):
-            scores_N = scorer.score(self._policy.row(micro, zeros_S, zeros_S.long()), self._temperature)
-            parts = scores_N.split(micro.packed.response_length_S.tolist())
-            for index, part in zip(micro.indices, parts, strict=False):
-                flat[ends[index] : ends[index + 1]] = part
-        if self.world > 1:
-            dist.all_reduce(flat)
-        return [flat[start:end].tolist() for start, end in pairwise(ends)]
+        scores_N = self._scores(samples, lambda row: scorer.score(row, self._temperature))
+        return [part.tolist() for part in scores_N.split([s.response_length for s in samples])]
 
     def divergence(self, samples: Sequence[Sample]) -> float:
         if self._distiller is None:
             raise ValueError("there is no teacher: it is loaded where the recipe has a [distill] section")
-        unused_S = torch.zeros(len(samples))
-        micros = self._share(samples, range(len(samples)))
-        total = self._distiller.total([self._policy.row(micro, unused_S, unused_S.long()) for micro in micros])
+        total = self._distiller.total(self._rows(samples))
         if self.world > 1:
             dist.all_reduce(total)
         return float(total) / max(count(samples, self._max_new_tokens).tokens, 1)
@@ -224,9 +214,11 @@ class FSDPBackend:
         algorithm = self._algorithm
         if algorithm is None or algorithm.kl_in == "loss" or algorithm.kl_coef == 0:
             return batch.rewards, {}
-        kl_S = sequence_kl(batch.samples, self.logprobs(batch.samples, reference=True))
-        metrics = {"policy/kl": float(kl_S.sum()) / max(int(batch.rewards.length_S.sum()), 1)}
-        return penalised(batch.rewards, kl_S, self._kl_coef), metrics
+        reference = self._reference
+        assert reference is not None, "kl_coef > 0 loads a reference"
+        kl_N = token_kl(batch.samples, self._scores(batch.samples, lambda row: reference.score(row, self._temperature)))
+        metrics = {"policy/kl": float(kl_N.sum()) / max(int(batch.rewards.length_S.sum()), 1)}
+        return penalised(batch.rewards, kl_N, self._kl_coef), metrics
 
     def _set_kl_coef(self, coef: float) -> None:
         assert self._algorithm is not None
@@ -257,11 +249,21 @@ class FSDPBackend:
             dtype=compute_dtype_of(config, master_dtype),
         )
 
-    def _rows(self, samples: Sequence[Sample], together: int = 1, values_S: Tensor | None = None) -> list[Row]:
-        """This rank's rows of a batch that needs no advantages; `values_S`, weights, in their place."""
-        values_S = torch.zeros(len(samples)) if values_S is None else values_S
-        lengths_S = torch.tensor([int(s.loss_mask.sum()) for s in samples], dtype=torch.int64)
-        return [self._policy.row(micro, values_S, lengths_S) for micro in self._share(samples, range(len(samples)), together)]
+    def _rows(self, samples: Sequence[Sample], together: int = 1, values: Sequence[Tensor] | None = None) -> list[Row]:
+        """This rank's rows of a batch that is taken at once; `values`, [R] of each sample, as advantages."""
+        return [self._policy.row(micro, values) for micro in self._share(samples, range(len(samples)), together)]
+
+    def _scores(self, samples: Sequence[Sample], score: Callable[[Row], Tensor]) -> Tensor:
+        """What `score` says of each response token of all `samples` end to end, float64 [N] on the CPU, equal on every rank. Collective."""
+        flat_N = torch.zeros(sum(s.response_length for s in samples), dtype=torch.float64, device=self.device)
+        own = flat_N.split([s.response_length for s in samples])
+        for micro in self._share(samples, range(len(samples))):
+            parts = score(self._policy.row(micro)).split(micro.packed.response_length_S.tolist())
+            for index, part in zip(micro.indices, parts, strict=False):
+                own[index].copy_(part)
+        if self.world > 1:
+            dist.all_reduce(flat_N)
+        return flat_N.cpu()
 
     def _share(self, samples: Sequence[Sample], places: Sequence[int], together: int = 1) -> list[MicroBatch]:
         return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch, together=together)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -42,12 +44,10 @@ class Scorer:
     def __init__(self, model: PreTrainedModel, chunk: int, device: torch.device):
         self._model, self._chunk, self._device = model, chunk, device
 
-    def row(self, micro: MicroBatch, advantages_S: Tensor, length_S: Tensor) -> Row:
-        """`micro` on the device. `advantages_S` and `length_S` (trained tokens) are of the whole batch."""
+    def row(self, micro: MicroBatch, advantages: Sequence[Tensor] | None = None) -> Row:
+        """`micro` on the device. `advantages`: [R] of each sample of the whole batch; None where nothing of the kind is needed."""
         packed = micro.packed
-        # A dummy row has one sequence that is nowhere in the batch.
-        places = torch.tensor(micro.indices, dtype=torch.int64)
-        own_S = advantages_S[places] if micro.indices else torch.zeros(1, dtype=advantages_S.dtype)
+        trained_S = np.bincount(packed.sequence_N[packed.loss_mask_N], minlength=packed.num_sequences)
         return Row(
             tokens_T=self._moved(packed.tokens_T),
             positions_T=self._moved(packed.positions_T),
@@ -55,11 +55,17 @@ class Scorer:
             scored_N=self._moved(packed.target_index_N + 1),
             mask_N=self._moved(packed.loss_mask_N),
             rollout_logprobs_N=self._moved(packed.rollout_logprobs_N),
-            advantages_N=own_S[torch.from_numpy(packed.sequence_N)].to(self._device),
+            advantages_N=self.of(micro, advantages),
             sequence_N=self._moved(packed.sequence_N),
             num_sequences=packed.num_sequences,
-            sequence_length_S=(length_S[places] if micro.indices else torch.zeros(1, dtype=torch.int64)).to(self._device),
+            sequence_length_S=self._moved(trained_S),
         )
+
+    def of(self, micro: MicroBatch, values: Sequence[Tensor] | None) -> Tensor:
+        """The row's own part [N] of `values` ([R] of each sample of a batch), on the device; zeros for a dummy row, and without values."""
+        if values is None or not micro.indices:
+            return torch.zeros(len(micro.packed.sequence_N), device=self._device)
+        return torch.cat([values[i] for i in micro.indices]).to(self._device)
 
     def _moved(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
