@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from algorithms.config import AlgorithmConfig, DistillConfig
+from algorithms.config import AlgorithmConfig
+from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PairConfig
 from miles.core.model.config import ModelConfig
 from miles.core.model.tiny import make_tiny_model

@@ -11,7 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from algorithms.config import AlgorithmConfig, DistillConfig
+from algorithms.config import AlgorithmConfig
+from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PairConfig
 from miles.core.checkpoint.config import CheckpointConfig
 from miles.core.environment import worker_environment

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from algorithms.config import GROUP_RELATIVE, AlgorithmConfig, DistillConfig
+from algorithms.config import GROUP_RELATIVE, AlgorithmConfig
+from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PreferenceConfig, RewardModelConfig
 from miles.config import Section
 from miles.core.checkpoint.config import CheckpointConfig

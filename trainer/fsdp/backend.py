@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from algorithms import registry
-from algorithms.config import AlgorithmConfig, DistillConfig
+from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Counts, LossOutput, Rewards, Tokens
+from algorithms.distillation.config import DistillConfig
 from algorithms.kl import penalised
 from algorithms.kl_controller import adapted
 from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig

@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 
 from algorithms import registry
 from algorithms.aggregate import aggregate
-from algorithms.config import AlgorithmConfig, DistillConfig
+from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Counts, LossOutput, Tokens, masked
-from algorithms.distillation import full_divergence, sampled_advantages
+from algorithms.distillation.config import DistillConfig
+from algorithms.distillation.full import full_divergence
+from algorithms.distillation.sampled import sampled_advantages
 from miles.core.model.compare import compare
 from miles.core.model.packed import output_head, through_head
 from miles.core.model.scoring import score
