@@ -68,7 +68,7 @@ class PromptDataset:
         if limit < 1:
             raise ConfigError(f"no room for a prompt: at most {limit} tokens are left once max_new_tokens is taken from the context; lower max_new_tokens")
         table = rows.read(config.paths)
-        texts, tokens = _encode(config, tokenizer, table)
+        texts, tokens, messages = _encode(config, tokenizer, table)
         columns = _columns(config, table)
         kept = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
         lengths = [len(ids) for ids in tokens]
@@ -76,7 +76,7 @@ class PromptDataset:
             raise ConfigError(
                 f"no prompt is left: all {len(table.rows)} rows of {', '.join(config.paths)} are longer than {limit} tokens; the shortest has {min(lengths)}"
             )
-        prompts = [Prompt(prompt_id=n, tokens=tokens[i], text=texts[i], columns=columns[i]) for n, i in enumerate(kept)]
+        prompts = [Prompt(prompt_id=n, tokens=tokens[i], text=texts[i], columns=columns[i], messages=messages[i]) for n, i in enumerate(kept)]
         report = PromptReport(
             rows=len(table.rows),
             blank_lines=table.blank_lines,
@@ -108,21 +108,26 @@ class PromptStream:
         return self._order.fingerprint(self.dataset[i].tokens for i in range(len(self.dataset)))
 
 
-def _encode(config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, table: rows.Table) -> tuple[list[str], list[NDArray[np.int64]]]:
+_Encoded = tuple[list[str], list[NDArray[np.int64]], "Sequence[list[chat.Message] | None]"]
+"""Texts, ids and messages of every row."""
+
+
+def _encode(config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, table: rows.Table) -> _Encoded:
     prompts = table.column(config.prompt_column, "data.prompt_column")
     kind = table.one_kind(config.prompt_column, prompts)
     _check_kind(config, kind, table)
     refuse_empty(table, config.prompt_column, prompts)
     if not config.apply_chat_template:
-        return prompts, chat.encode_plain(tokenizer, prompts)
-    texts = []
+        return prompts, chat.encode_plain(tokenizer, prompts), [None] * len(prompts)
+    texts, conversations = [], []
     for value, place in zip(prompts, table.places, strict=True):
         messages = _messages(config, value, place)
+        conversations.append(messages)
         try:
             texts.append(chat.render(tokenizer, messages, generate=True))
         except chat.ChatError as error:
             raise ConfigError(f"{place}: {error}") from error
-    return texts, chat.encode(tokenizer, texts)
+    return texts, chat.encode(tokenizer, texts), conversations
 
 
 def _check_kind(config: PromptDataConfig, kind: str | None, table: rows.Table) -> None:

@@ -100,7 +100,8 @@ class Prompt:
     Attributes:
         prompt_id: stable over epochs and restarts: the row's place in its file after filtering.
         tokens: int64 [P].
-        text: the rendered prompt, for tables only; it is never tokenised again.
+        text: the rendered prompt, for tables; the policy's tokens are never made of it again.
+        messages: what the template rendered; None where `text` is the row's own, without a template.
         columns: the row's other columns (answer, metadata) as the reward sees them.
     """
 
@@ -108,6 +109,7 @@ class Prompt:
     tokens: NDArray[np.int64]
     text: str
     columns: dict[str, Any]
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
