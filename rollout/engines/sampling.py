@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles.core.model.scoring import softmax_parts
+from miles.core.model.token_softmax import softmax_parts
 
 _CHUNK_ELEMENTS = 2**23  # rows x vocabulary sampled at once: 64 MiB of float64
 _WEYL, _MIX_1, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -57,7 +57,7 @@ def choose(logits_NV: Tensor, params: RowParams, uniforms_N: Tensor, exact: bool
     Args:
         logits_NV: float32.
         uniforms_N: float64 in [0, 1 - 2^-52], from `uniforms`.
-        exact: compute log-probs by the very operations of `miles.core.model.scoring`, instead of the fewest.
+        exact: compute log-probs by the very operations of `miles.core.model.token_softmax`, instead of the fewest.
     Returns:
         `(tokens_N int64, logprobs_N float32)`; log-probs at the row's temperature (1 where greedy), before top-k and top-p.
     Raises:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles.core.model.batch_invariant import KEYS, QUERY_ROWS, InvariantSiLU, attend_tile, check_window, key_tiles_of, linear, queries_of, query_tiles_of
-from miles.core.model.scoring import softmax_parts
+from miles.core.model.token_softmax import softmax_parts
 
 
 def install() -> None:

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of given tokens, without ever holding tokens x vocabulary in float32.
+"""Log-probabilities and entropies of given tokens, without ever holding tokens x vocabulary.
 
-The logits of `chunk` tokens exist at a time, in the forward and again, recomputed, in the backward. Where all of them together are
-few (`KEPT`), the forward leaves what the backward needs, and nothing is recomputed.
+The logits of `chunk` tokens exist at a time, in the forward and again, recomputed, in the backward. To train on a loss that needs nothing
+else of the logits, `miles.core.model.fused_loss` does both at once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear as plain_linear
 
-KEPT = 2**22
-"""Tokens x vocabulary up to which softmaxes are kept for the backward: 16 MiB in float32."""
+from miles.core.model.token_softmax import Scores, gradient_rows_, score_rows
 
 Linear = Callable[[Tensor, Tensor], Tensor]
 """`(rows [N, D], weight [V, D]) -> [N, V]`. The plain one, or the one of `miles.core.model.batch_invariant`."""
@@ -33,43 +32,27 @@ def score(
     """Log-probability (nats) of each target under `softmax(hidden @ weight.T / temperature)`, and that distribution's entropy.
 
     Example: 3,000 tokens, vocabulary 150,000, chunk 1,024: at most 1,024 x 150,000 logits exist, 0.6 GB instead of 1.8.
-    4,000 tokens, vocabulary 512: their softmaxes, 8 MB, stay until the backward.
 
     Args:
         hidden_ND: last hidden states, any float dtype; the softmax is float32 (float64 for float64 hidden states).
         lm_head_weight_VD: the bias-free output projection, in the dtype of `hidden_ND`.
         targets_N: int64 token ids.
-        entropy_gradient: False where the entropy is only reported: it then has no gradient, which costs three passes over the logits.
+        entropy_gradient: False where the entropy is only reported: it then has no gradient, which costs two passes over the logits.
     Returns:
         `(logprobs_N, entropy_N or None)` in float32 (float64), differentiable in hidden states and weight.
     Raises:
         ValueError: the temperature is not positive.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature = {temperature} cannot be scored: it must be above 0 (tokens chosen greedily are scored at 1)")
+    check_temperature(temperature)
     entropy_gradient = entropy and entropy_gradient
     logprobs_N, entropy_N = _Score.apply(hidden_ND, lm_head_weight_VD, targets_N, temperature, chunk, entropy, entropy_gradient, linear)
     return logprobs_N, entropy_N if entropy else None
 
 
-def softmax_parts(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """`(exp(logits - their maximum) [N, V], log(sum(exp(logits))) [N])`.
-
-    Engines and trainers share it, so that equal logits give equal log-probabilities whatever the number of rows.
-    """
-    exp_NV, _, normalizer_N = _softmax(logits_NV)
-    return exp_NV, normalizer_N
-
-
-def _softmax(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`softmax_parts` with the sums of the exponentials [N] between."""
-    if logits_NV.shape[0] == 1:  # the sum of a single row would be split over threads, which rounds differently
-        exp_2V, sum_2, normalizer_2 = _softmax(logits_NV.expand(2, -1))
-        return exp_2V[:1], sum_2[:1], normalizer_2[:1]
-    top_N1 = logits_NV.amax(-1, keepdim=True)
-    exp_NV = (logits_NV - top_N1).exp_()
-    sum_N = exp_NV.sum(-1)
-    return exp_NV, sum_N, sum_N.log().add_(top_N1.squeeze(-1))
+def check_temperature(temperature: float) -> None:
+    """Raises ValueError for a temperature at which there is no distribution."""
+    if not temperature > 0:
+        raise ValueError(f"temperature = {temperature} cannot be scored: it must be above 0 (tokens chosen greedily are scored at 1)")
 
 
 def scaled_logits(hidden_ND: Tensor, weight_VD: Tensor, temperature: float, linear: Linear) -> Tensor:
@@ -79,13 +62,35 @@ def scaled_logits(hidden_ND: Tensor, weight_VD: Tensor, temperature: float, line
     return logits_NV if temperature == 1 else logits_NV / temperature
 
 
-class _Score(torch.autograd.Function):
-    """With z the scaled logits, e = exp(z - max z), s the sum of e, p = e / s and H the entropy:
-    dlogprob/dz = onehot - p = -(e - s onehot) / s and dH/dz = -p (log p + H).
+class HeadGradients:
+    """Gradients of hidden states and output projection, summed up chunk by chunk from those of the logits.
 
-    The factors of a row are applied to hidden states, which are narrower than logits.
+    Args:
+        weight: whether the projection is trained; a frozen one costs neither time nor memory.
     """
 
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, *, weight: bool = True) -> None:
+        self._hidden_ND, self._weight_VD = hidden_ND, weight_VD
+        self.hidden_ND = torch.empty_like(hidden_ND)
+        # A bfloat16 sum over many chunks would lose the later ones.
+        self._weight_sum_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32)) if weight else None
+
+    def add(self, rows: slice, grad_logits_CV: Tensor) -> None:
+        self.hidden_ND[rows] = grad_logits_CV @ self._weight_VD
+        total_VD = self._weight_sum_VD
+        if total_VD is None:
+            return
+        if total_VD.dtype == grad_logits_CV.dtype:
+            total_VD.addmm_(grad_logits_CV.T, self._hidden_ND[rows])
+        else:
+            total_VD += grad_logits_CV.T @ self._hidden_ND[rows]
+
+    @property
+    def weight_VD(self) -> Tensor | None:
+        return None if self._weight_sum_VD is None else self._weight_sum_VD.to(self._weight_VD.dtype)
+
+
+class _Score(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -99,20 +104,13 @@ class _Score(torch.autograd.Function):
         linear: Linear,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        sum_N, logprobs_N, entropy_N = (hidden_ND.new_empty(len(hidden_ND), dtype=dtype) for _ in range(3))
-        keep = any(ctx.needs_input_grad) and not entropy_gradient and len(hidden_ND) * len(weight_VD) <= KEPT
-        kept = []
-        for rows in _chunks(len(hidden_ND), chunk):
-            logits_CV = scaled_logits(hidden_ND[rows], weight_VD, temperature, linear)
-            exp_CV, sum_C, normalizer_C = _softmax(logits_CV)
-            sum_N[rows] = sum_C
-            logprobs_N[rows] = logits_CV.gather(1, targets_N[rows, None]).squeeze(1) - normalizer_C
-            if entropy:
-                # Log-probabilities and not logits: their sum loses nothing to the size of the logits.
-                entropy_N[rows] = logits_CV.sub_(normalizer_C[:, None]).mul_(exp_CV).sum(-1).div_(-sum_C)
-            if keep:
-                kept.append(_difference(exp_CV, sum_C, targets_N[rows]).to(weight_VD.dtype))
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, sum_N, entropy_N, *kept)
+        logprobs_N, entropy_N, top_N, sum_N = (hidden_ND.new_empty(len(hidden_ND), dtype=dtype) for _ in range(4))
+        for rows in chunks(len(hidden_ND), chunk):
+            scores = score_rows(linear(hidden_ND[rows], weight_VD), targets_N[rows], temperature, entropy)
+            logprobs_N[rows], top_N[rows], sum_N[rows] = scores.logprobs_C, scores.top_C, scores.sum_C
+            if scores.entropy_C is not None:
+                entropy_N[rows] = scores.entropy_C
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, entropy_N, top_N, sum_N)
         ctx.temperature, ctx.chunk, ctx.linear = temperature, chunk, linear
         ctx.set_materialize_grads(False)
         if not entropy_gradient:
@@ -121,34 +119,18 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, targets_N, sum_N, entropy_N, *kept = ctx.saved_tensors
+        hidden_ND, weight_VD, targets_N, entropy_N, top_N, sum_N = ctx.saved_tensors
         grad_logprobs_N = torch.zeros_like(sum_N) if grads[0] is None else grads[0]
-        grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=sum_N.dtype)
-        # dloss/dz = factor x gradient
-        factor_N1 = (grad_logprobs_N / sum_N if grads[1] is None else torch.ones_like(sum_N)).div_(-ctx.temperature)[:, None]
-        for number, rows in enumerate(_chunks(len(hidden_ND), ctx.chunk)):
-            hidden_CD = hidden_ND[rows]
-            if kept:
-                gradient_CV = kept[number]
-            else:
-                logits_CV = scaled_logits(hidden_CD, weight_VD, ctx.temperature, ctx.linear)
-                exp_CV, sum_C, normalizer_C = _softmax(logits_CV)
-                if grads[1] is not None:
-                    of_entropy_CV = logits_CV.sub_((normalizer_C - entropy_N[rows])[:, None]).mul_(exp_CV).mul_((grads[1][rows] / sum_C)[:, None])
-                gradient_CV = _difference(exp_CV, sum_C, targets_N[rows])
-                if grads[1] is not None:
-                    gradient_CV.mul_((grad_logprobs_N[rows] / sum_C)[:, None]).add_(of_entropy_CV)
-                gradient_CV = gradient_CV.to(weight_VD.dtype)
-            grad_hidden_ND[rows] = (gradient_CV @ weight_VD) * factor_N1[rows]
-            grad_weight_VD += gradient_CV.T @ (hidden_CD * factor_N1[rows]).to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), *[None] * 6
+        found = HeadGradients(hidden_ND, weight_VD, weight=ctx.needs_input_grad[1])
+        for rows in chunks(len(hidden_ND), ctx.chunk):
+            logits_CV = ctx.linear(hidden_ND[rows], weight_VD)
+            # The log-probs themselves are not needed again.
+            scores = Scores(logprobs_C=sum_N[rows], entropy_C=entropy_N[rows], top_C=top_N[rows], sum_C=sum_N[rows])
+            of_entropy_C = None if grads[1] is None else grads[1][rows]
+            found.add(rows, gradient_rows_(logits_CV, targets_N[rows], scores, grad_logprobs_N[rows], of_entropy_C, ctx.temperature))
+        return found.hidden_ND, found.weight_VD, *[None] * 6
 
 
-def _difference(exp_CV: Tensor, sum_C: Tensor, targets_C: Tensor) -> Tensor:
-    """`exp - sum x onehot(target)`, in the place of `exp`."""
-    return exp_CV.scatter_add_(1, targets_C[:, None], -sum_C[:, None])
-
-
-def _chunks(count: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, count, chunk)]
+def chunks(count: int, chunk: int) -> list[slice]:
+    """0..count cut into slices of `chunk`, the last one shorter."""
+    return [slice(start, min(start + chunk, count)) for start in range(0, count, chunk)]

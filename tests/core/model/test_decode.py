@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from miles.core.model.batch_invariant import make_batch_invariant
 from miles.core.model.decode import Decoder
 from miles.core.model.packed import packed_logprobs
-from miles.core.model.scoring import softmax_parts
+from miles.core.model.token_softmax import softmax_parts
 from tests.core.model.architectures import alone, pack, random_model, random_rows
 
 PROMPTS = [1, 7, 33, 12, 64, 2, 31, 32, 40]
