@@ -59,7 +59,7 @@ def packed_logprobs(
         return torch.stack((logprobs_N, logprobs_N if entropy_N is None else entropy_N))
 
     with _head_forward(head, scored):
-        values_2N = _call(model, tokens_T, positions_T, sequence_T, target_index_N - 1)
+        values_2N = _call(model, tokens_T, positions_T, rows_of(model, sequence_T), target_index_N - 1)
     if not entropy:
         return values_2N[0], None
     return values_2N[0], values_2N[1] if entropy_gradient else values_2N[1].detach()
@@ -72,15 +72,22 @@ def through_head(
 
     The weight is whole inside of `forward` alone. What it returns must not be a view: FSDP2 hooks it. Arguments as in `packed_logprobs`.
     """
+    return through_head_of(model, tokens_T, positions_T, rows_of(model, sequence_T), place_N, forward)
+
+
+def through_head_of(
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, rows: Any, place_N: Tensor | int, forward: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """`through_head` with an attention context of one's own: `rows.attend(...)` as `PackedRows.attend`, called by each layer with its number."""
     head = output_head(model)
     with _head_forward(head, lambda hidden_1ND: forward(hidden_1ND[0], head.weight)):
-        return _call(model, tokens_T, positions_T, sequence_T, place_N)
+        return _call(model, tokens_T, positions_T, rows, place_N)
 
 
 def forward_hidden(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Hidden states [T, D] after the final norm, for heads other than the language model's own. Arguments as in `packed_logprobs`."""
     with _head_forward(output_head(model), torch.clone):  # not the view that the root would return: FSDP2 hooks its output
-        return _call(model, tokens_T, positions_T, sequence_T, 0)[0]
+        return _call(model, tokens_T, positions_T, rows_of(model, sequence_T), 0)[0]
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:
@@ -111,7 +118,7 @@ class PackedRows:
     def __init__(self, sequence_T: Tensor):
         lengths = torch.unique_consecutive(sequence_T, return_counts=True)[1].tolist()
         self.lengths: list[int] = lengths
-        self.blocks, gather, scatter = _padded_blocks(lengths)
+        self.blocks, gather, scatter = padded_blocks(lengths)
         device = sequence_T.device
         self.gather_M = None if gather is None else gather.to(device)
         self.scatter_T = None if scatter is None else scatter.to(device)
@@ -140,7 +147,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: 
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling, enable_gqa=grouped)
 
 
-def _padded_blocks(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
+def padded_blocks(lengths: list[int]) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
     """Blocks as `(rows, padded length)`, the packed index of every padded place [M], and the padded place of every token [T].
 
     Both indices are None where the tokens already lie as the blocks want them: one sequence, or all of one length.
@@ -171,9 +178,13 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(ATTENTION)
 
 
-def _call(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor, keep: Tensor | int) -> Tensor:
+def rows_of(model: PreTrainedModel, sequence_T: Tensor) -> PackedRows:
+    """The attention context of whole sequences in one row, batch-invariant where the model is."""
+    return getattr(model, "batch_invariant_rows", PackedRows)(sequence_T)
+
+
+def _call(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, rows: Any, keep: Tensor | int) -> Tensor:
     use_packed_attention(model)
-    rows = getattr(model, "batch_invariant_rows", PackedRows)(sequence_T)
     output = model(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, logits_to_keep=keep, rows=rows)
     return output.logits
 

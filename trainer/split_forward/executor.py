@@ -1,0 +1,170 @@
+"""Runs a plan on a model: prefills whose graph stays, replays whose loss the caller takes, and the prefills' backwards.
+
+What a segment hands on is cut from its graph: keys and values of every layer, the hidden state behind its last token (which scores the first
+token of what follows) and the log-probs of its own scored tokens. Behind the cut they are leaves. Replays add their gradients to the leaves, in
+float32 or wider; a prefill's backward starts from what has gathered there. Nothing is computed twice and every gradient is exact.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear as plain_linear
+from transformers import PreTrainedModel
+
+from miles.core.model.packed import through_head_of
+from miles.core.model.scoring import score
+from miles.core.planning.plan import Plan
+from trainer.fsdp.model import decoder_layers, last_microbatch
+from trainer.split_forward.layout import PassLayout, Places
+from trainer.split_forward.rows import SplitRows
+
+
+class Split:
+    """A plan with its sequences, laid out for a device as its passes are first run; used by every model that scores them."""
+
+    def __init__(self, plan: Plan, tokens: Sequence[np.ndarray], prompt_lengths: Sequence[int], device: torch.device):
+        self.plan = plan
+        self._places = Places(plan)
+        self._tokens, self._prompt_lengths, self._device = tokens, prompt_lengths, device
+        self._layouts: dict[int, PassLayout] = {}
+
+    def layout(self, number: int) -> PassLayout:
+        if number not in self._layouts:
+            self._layouts[number] = PassLayout(self._places, number, self._tokens, self._prompt_lengths, self._device)
+        return self._layouts[number]
+
+    def longest(self, number: int) -> int:
+        return max((self.plan.segments[s].stop for s in self.plan.passes[number].segments), default=0)
+
+
+@dataclass(eq=False)
+class PromptState:
+    """What a prefill leaves. `roots` carry its graph; the other tensors are cut from it, leaves where gradients are wanted.
+
+    Attributes:
+        roots: values [X] of the head, then keys and values of each layer, [T, G, E].
+        keys, values: by layer. last_SD: hidden state behind each segment, in float32 or wider. logprobs_N, entropy_N: of scored tokens.
+    """
+
+    roots: list[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
+    last_SD: Tensor
+    logprobs_N: Tensor
+    entropy_N: Tensor | None
+
+    def backward(self) -> None:
+        """From the gradients that have gathered in the leaves, none of which is then needed any more."""
+        head, *others = self.roots
+        parts = [x for x in (self.logprobs_N, self.entropy_N, self.last_SD) if x is not None]
+        # The head's values are always among the roots: without them FSDP2 would not gather the last layer's parameters.
+        grads = [torch.cat([(torch.zeros_like(x) if x.grad is None else x.grad).flatten() for x in parts])]
+        roots = [head]
+        for root, leaf in zip(others, [*self.keys, *self.values], strict=True):
+            # With adapters on some projections the first layer's keys may need no gradient at all.
+            if root.requires_grad and leaf.grad is not None:
+                roots.append(root)
+                grads.append(leaf.grad.to(root.dtype))
+        torch.autograd.backward(roots, grads)
+
+
+class Executor:
+    """One walk through a plan, with gradients or, under `no_grad`, without.
+
+    Call `replay` for each pass with samples in the plan's order; with gradients, run the backward of its loss; then `settle`.
+    """
+
+    def __init__(self, model: PreTrainedModel, split: Split, chunk: int):
+        if model.training:
+            raise ValueError("trainer.prompt_sharing needs the model in eval mode: dropout would differ from an answer's own")
+        self._model, self._split, self._chunk = model, split, chunk
+        self._steps = deque(split.plan.steps)
+        self._states: dict[int, PromptState] = {}
+        self._linear = getattr(model, "batch_invariant_linear", plain_linear)
+
+    def replay(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        """`(logprobs_N, entropy_N or None)` of the samples of pass `number`, its prefills being computed first. Collective."""
+        while self._steps[0].kind == "prefill":
+            self._prefill(self._steps.popleft().number, temperature, entropy, entropy_gradient)
+        step = self._steps.popleft()
+        assert (step.kind, step.number) == ("replay", number), f"pass {number} is not what comes next: {step}"
+        last_microbatch(self._model, not self._steps)
+        layout = self._split.layout(number)
+        values, _ = self._forward(number, temperature, entropy, entropy_gradient)
+        count = len(layout.targets_N)
+        logprobs_N, entropy_N = values[:count], values[count:] if entropy else None
+        before = [self._states[p] for p in layout.values_from[:-1]]
+        assert layout.value_N is not None
+        # This pass's own values take part also where none of them is a sample's: its backward must run on every rank.
+        all_logprobs = torch.cat([*(state.logprobs_N for state in before), logprobs_N]).index_select(0, layout.value_N)
+        if entropy_N is None:
+            return all_logprobs, None
+        entropies = [state.entropy_N for state in before if state.entropy_N is not None]
+        all_entropies = torch.cat([*entropies, entropy_N]).index_select(0, layout.value_N)
+        return all_logprobs, all_entropies if entropy_gradient else all_entropies.detach()
+
+    def settle(self) -> None:
+        """What follows on a replay: backwards of prefills that nothing builds on any more. Collective."""
+        while self._steps and self._steps[0].kind == "backward":
+            state = self._states.pop(self._steps.popleft().number)
+            if torch.is_grad_enabled():
+                last_microbatch(self._model, not self._steps)
+                state.backward()
+
+    def _prefill(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> None:
+        layout = self._split.layout(number)
+        values, rows = self._forward(number, temperature, entropy, entropy_gradient)
+        layers, found = len(decoder_layers(self._model)), len(rows.own_keys)
+        if found != layers:
+            raise ValueError(
+                f"trainer.prompt_sharing hands on keys and values, but only {found} of the {layers} layers of {type(self._model).__name__} have them: "
+                "set trainer.prompt_sharing = false"
+            )
+        count = len(layout.targets_N)
+        keys, own_values = ([own[layer] for layer in sorted(own)] for own in (rows.own_keys, rows.own_values))
+        logprobs_N, rest = values[:count], values[count:]
+        entropy_N = rest[:count] if entropy else None
+        last_SD = rest[count if entropy else 0 :].unflatten(0, (layout.ends, -1))
+        self._states[number] = PromptState(
+            roots=[values, *keys, *own_values],
+            keys=[_leaf(x) for x in keys],
+            values=[_leaf(x) for x in own_values],
+            last_SD=_leaf(last_SD),
+            logprobs_N=_leaf(logprobs_N),
+            entropy_N=None if entropy_N is None else _leaf(entropy_N),
+        )
+
+    def _forward(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, SplitRows]:
+        """The head's values, one behind the other: log-probs [N], entropies [N] if wanted, and last hidden states [S, D] in a prefill."""
+        layout = self._split.layout(number)
+        sources = [self._states[p] for p in layout.sources]
+        rows = SplitRows(layout.attention, [s.keys for s in sources], [s.values for s in sources], self._split.longest(number), not layout.replay)
+        before = [self._states[p].last_SD for p in layout.before]
+
+        def scored(hidden_KD: Tensor, weight_VD: Tensor) -> Tensor:
+            hidden_ND = hidden_KD[: layout.own]
+            if before:
+                hidden_ND = torch.cat((hidden_ND, torch.cat(before).index_select(0, layout.before_F).to(hidden_KD.dtype)))
+            logprobs_N, entropy_N = score(hidden_ND, weight_VD, layout.targets_N, temperature, self._chunk, entropy, self._linear, entropy_gradient)
+            parts = [logprobs_N] if entropy_N is None else [logprobs_N, entropy_N]
+            if not layout.replay:
+                parts.append(hidden_KD[layout.own :].flatten().to(logprobs_N.dtype))
+            return torch.cat(parts)
+
+        return through_head_of(self._model, layout.tokens_T, layout.positions_T, rows, layout.keep_K, scored), rows
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """`tensor` cut from its graph. Its gradient is summed in float32 where it is narrower: three hundred ones make 256 in bfloat16."""
+    leaf = tensor.detach()
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        leaf.requires_grad_()
+        if leaf.dtype.itemsize < 4:
+            leaf.grad_dtype = torch.float32
+    return leaf

@@ -1,0 +1,157 @@
+"""Plans a batch: how much of what is shared is worth a pass of its own, which rank takes what, and in which passes.
+
+Pure arithmetic on what every rank knows, so every rank makes the plans of all and takes its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from miles.core.planning.hardware import HardwareSpec
+from miles.core.planning.plan import Pass, Plan, Prediction, Segment, Step
+from miles.core.planning.workload import Workload
+from trainer.split_forward.balance import contiguous_parts, costs
+from trainer.split_forward.layout import FILLER, Places, scores_of
+from trainer.split_forward.schedule import Frame, Unit, flatten, frames
+from trainer.split_forward.tree import Node, Tokens, build_tree, common_length, in_order
+
+THRESHOLDS = (1, 16, 128, 1024)
+"""Tokens that a shared segment must save to be one: what is tried. A deep tree of short segments costs more passes than it saves tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences to plan for. `together`: so many neighbours of `places` are a unit, as the answers of a pair."""
+
+    tokens: Sequence[Tokens]
+    prompt_lengths: Sequence[int]
+    places: Sequence[int]
+    together: int = 1
+
+
+def plan(batch: Batch, workload: Workload, hardware: HardwareSpec, *, world: int, capacity: int, thresholds: Sequence[int] = THRESHOLDS) -> list[Plan]:
+    """The plans of all ranks: of those that `thresholds` give, the ones whose slowest rank is predicted to be done first."""
+    units = _units(batch)
+    candidates = []
+    for threshold in thresholds:
+        parts = [[units[i] for i in part] for part in _parts(batch, units, workload, world, threshold)]
+        candidates.append([replace(p, predicted=predict(p, workload, hardware)) for p in _plans(batch, parts, capacity, threshold)])
+    return min(candidates, key=lambda plans: max(p.predicted.seconds for p in plans))
+
+
+def predict(one: Plan, workload: Workload, hardware: HardwareSpec) -> Prediction:
+    """What `one` costs in float operations and time. A rank without work in a pass takes part with FILLER tokens."""
+    flops, places = {"matmul": 0, "attention": 0}, Places(one)
+    for number, current in enumerate(one.passes):
+        segments = [one.segments[s] for s in current.segments]
+        tokens, scored = (sum(s.length for s in segments), sum(s.scored for s in segments)) if segments else (FILLER, 1)
+        flops["matmul"] += workload.matmul_flops(tokens, scored)
+        flops["attention"] += workload.attention_flops(scores_of(places, number))
+    seconds = sum(flops.values()) / hardware.flops_per_s + len(one.passes) * workload.layers * hardware.layer_s
+    return Prediction(seconds=seconds, flops=flops)
+
+
+def _units(batch: Batch) -> list[Unit]:
+    """In the order of their tokens."""
+    step = batch.together
+    units = [tuple(batch.places[start : start + step]) for start in range(0, len(batch.places), step)]
+    return [units[i] for i in in_order([batch.tokens[unit[0]] for unit in units])]
+
+
+def _parts(batch: Batch, units: Sequence[Unit], workload: Workload, world: int, threshold: int) -> list[range]:
+    """The units of each rank."""
+    lengths = [sum(len(batch.tokens[s]) for s in unit) for unit in units]
+    firsts = [batch.tokens[unit[0]] for unit in units]
+    common = [0] + [common_length(a, b) for a, b in itertools.pairwise(firsts)]
+    shared = [n if n >= threshold else 0 for n in common]
+
+    def cost(start: int, stop: int) -> float:
+        # A token's products, and the tokens that it attends to.
+        return float((stop - start) * workload.weights + workload.layers * workload.heads * workload.width * (stop**2 - start**2) / 2)
+
+    return contiguous_parts(*costs(lengths, shared, cost), world)
+
+
+def _plans(batch: Batch, parts: Sequence[Sequence[Unit]], capacity: int, threshold: int) -> list[Plan]:
+    builders = [_Builder(batch, units, capacity, threshold) for units in parts]
+    steps: list[tuple[str, int]] = []
+
+    def take(kind: str, row: list[Frame], index: int) -> int:
+        for builder, frame in zip(builders, row, strict=True):
+            builder.take(kind, frame, index)
+        return len(builders[0].passes) - 1
+
+    flatten([builder.frames for builder in builders], take, steps)
+    return [builder.plan(tuple(Step(kind=kind, number=number) for kind, number in steps)) for builder in builders]  # type: ignore[arg-type]
+
+
+class _Builder:
+    """One rank's plan in the making."""
+
+    def __init__(self, batch: Batch, units: Sequence[Unit], capacity: int, threshold: int):
+        self._batch, self._capacity = batch, capacity
+        self._samples = [s for unit in units for s in unit]
+        self._parent: dict[int, Node] = {}
+        self.segments: list[Segment] = []
+        self.passes: list[Pass] = []
+        self.frames: list[Frame] = []
+        self._number: dict[int, int] = {}  # of a node's segment, by its id
+        self._ends: dict[int, int] = {}
+        if not self._samples:
+            return
+        root = build_tree(batch.tokens, self._samples, threshold)
+        nodes = root.subtree()
+        self._above = {id(child): node for node in nodes for child in node.children}
+        self._parent = {sample: node for node in nodes for sample in node.tails}
+        self.frames = frames(root, units, lambda s: len(batch.tokens[s]) - self._parent[s].stop, capacity)
+
+    def take(self, kind: str, frame: Frame, index: int) -> None:
+        if kind == "prefill":
+            nodes = frame.prefills[index] if index < len(frame.prefills) else []
+            self.passes.append(Pass(segments=tuple(self._node(node) for node in nodes)))
+            return
+        units = frame.replays[index] if index < len(frame.replays) else []
+        samples = [s for unit in units for s in unit]
+        # Siblings side by side in the row, whatever the order of the loss.
+        order = sorted(range(len(samples)), key=lambda i: (self._segment_of(self._parent[samples[i]]), i))
+        tails = [self._tail(samples[i]) for i in order]
+        self.passes.append(Pass(segments=tuple(t for t in tails if t is not None), samples=tuple(samples)))
+
+    def plan(self, steps: tuple[Step, ...]) -> Plan:
+        tokens = sum(len(self._batch.tokens[s]) for s in self._samples)
+        return Plan(
+            segments=tuple(self.segments),
+            passes=tuple(self.passes),
+            steps=steps,
+            ends=self._ends,
+            capacity=self._capacity,
+            tokens=tokens,
+            unit=self._batch.together,
+        )
+
+    def _segment_of(self, node: Node) -> int:
+        return self._number.get(id(node), -1)
+
+    def _node(self, node: Node) -> int:
+        start = min(self._batch.prompt_lengths[s] for s in node.samples)
+        parent = self._segment_of(self._above[id(node)])
+        self._number[id(node)] = self._add(node.samples[0], node.start, node.stop, parent, start, len(node.samples))
+        return self._number[id(node)]
+
+    def _tail(self, sample: int) -> int | None:
+        parent = self._parent[sample]
+        above, length = self._segment_of(parent), len(self._batch.tokens[sample])
+        if parent.stop == length:
+            self._ends[sample] = above
+            return None
+        self._ends[sample] = self._add(sample, parent.stop, length, above, self._batch.prompt_lengths[sample], 1)
+        return self._ends[sample]
+
+    def _add(self, sample: int, start: int, stop: int, parent: int, scored_from: int, count: int) -> int:
+        scored_from = int(np.clip(scored_from, start, stop))
+        self.segments.append(Segment(sample=sample, start=start, stop=stop, parent=None if parent < 0 else parent, scored_from=scored_from, count=count))
+        return len(self.segments) - 1
