@@ -24,9 +24,10 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """Base of every configuration section: keyword-only, immutable, unknown keys refused, values never coerced loosely."""
+    """Base of every configuration section: keyword-only, immutable, unknown keys refused. A value is of its option's type or refused:
+    `true` is no 1, `"5"` no 5, and no number is infinite or NaN where the option does not allow it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_default=True, strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,7 @@ def load(schema: type[T], path: Path | str | None, overrides: Sequence[str] = ()
     origins: dict[str, str] = {}
     if path is not None:
         path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from error
-        try:
-            tree = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        text, tree = read_recipe(path)
         lines = _line_numbers(text)
         for key, _ in _leaves(tree, ""):
             origins[key] = f"{path.name}:{lines[key]}" if key in lines else path.name
@@ -76,6 +70,20 @@ def load(schema: type[T], path: Path | str | None, overrides: Sequence[str] = ()
     except ValidationError as error:
         raise ConfigError(_explain(error, schema, origins)) from None
     return Resolved(config, origins)
+
+
+def read_recipe(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a recipe, and its tree, not validated. Raises ConfigError when it cannot be read or is not TOML."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start + 1} ({error.object[error.start]:#04x}): convert the file to UTF-8") from error
+    try:
+        return text, tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:
@@ -168,6 +176,13 @@ def _set(tree: dict[str, Any], key: str, value: Any, override: str) -> None:
     tree[last] = value
 
 
+_CURES = {
+    "list_type": 'Input should be a list, for example ["a", "b"]',
+    "model_type": "Input should be a section with options of its own, not one value",
+}
+"""Of pydantic's messages, those that name its own classes or leave open how a list is written."""
+
+
 def _explain(error: ValidationError, schema: type[Section], origins: dict[str, str]) -> str:
     messages = []
     for item in error.errors():
@@ -179,10 +194,10 @@ def _explain(error: ValidationError, schema: type[Section], origins: dict[str, s
             messages.append(f"unknown option {key!r}{at}{_nearest_option(location, schema)}")
         elif item["type"] == "missing":
             messages.append(f"option {key!r} is missing: add it to the recipe or pass {key}=VALUE")
-        elif item["type"] == "value_error" and not isinstance(item["input"], (str, int, float)):
+        elif item["type"] == "value_error" and isinstance(item["input"], (dict, Section)):
             messages.append(f"{key}{at}: {item['ctx']['error']}" if key else str(item["ctx"]["error"]))
         else:
-            messages.append(f"{key} = {item['input']!r}{at}: {item['msg'].removeprefix('Value error, ')}")
+            messages.append(f"{key} = {item['input']!r}{at}: {_CURES.get(item['type']) or item['msg'].removeprefix('Value error, ')}")
     return "\n".join(messages)
 
 

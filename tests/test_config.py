@@ -64,6 +64,34 @@ def test_a_wrong_value_is_quoted_with_its_place() -> None:
         load(Job, None, ["title=a", "engine.threads=0"])
 
 
+@pytest.mark.parametrize("value", ["true", '"2"', "2.0"])
+def test_a_value_of_another_type_is_refused_and_not_converted(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.threads = .* \(command line\): Input should be a valid integer"):
+        load(Job, None, ["title=a", f"engine.threads={value}"])
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_a_number_that_is_not_finite_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"lr = {value}"):
+        load(Job, None, ["title=a", f"lr={value}"])
+
+
+def test_one_value_in_place_of_a_list_or_a_section_says_what_is_needed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"tags = 'x' \(command line\): Input should be a list, for example \[\"a\", \"b\"\]\nengine = 5 .*section with options"
+    ):
+        load(Job, None, ["title=a", "tags=x", "engine=5"])
+
+
+def test_a_byte_order_mark_is_read_over_and_other_encodings_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(b'\xef\xbb\xbftitle = "\xc3\xa9"\n')
+    assert load(Job, path).config.title == "é"
+    path.write_bytes(b'title = "\xe9"\n')
+    with pytest.raises(ConfigError, match=r"job\.toml: not UTF-8 at byte 10 \(0xe9\)"):
+        load(Job, path)
+
+
 def test_a_missing_value_says_how_to_give_it() -> None:
     with pytest.raises(ConfigError, match="option 'title' is missing: add it to the recipe or pass title=VALUE"):
         load(Job, None)

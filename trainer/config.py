@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from miles.config import Section
 
@@ -13,13 +13,20 @@ class OptimizerConfig(Section):
     """AdamW with decoupled weight decay, and the learning-rate schedule."""
 
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's betas")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of matrices; norms and biases have none")
-    clip_norm: float = Field(1.0, gt=0, description="global gradient norm is clipped to this; inf: never")
+    clip_norm: float = Field(1.0, gt=0, allow_inf_nan=True, description="global gradient norm is clipped to this; inf: never")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up from 0")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="where linear and cosine end, as a share of lr")
+
+    @field_validator("betas")
+    @classmethod
+    def _decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("both must be at least 0 and below 1, for example [0.9, 0.95]")
+        return betas
 
 
 class TrainerConfig(OptimizerConfig):

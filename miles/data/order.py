@@ -48,6 +48,6 @@ def refuse_other_data(kept: str, here: str) -> None:
     if kept != here:
         raise ConfigError(
             "--resume: the data or its order is not what the checkpoint's position was counted in, so the run would repeat some rows and skip others. "
-            "Set run.seed, batch_size, model.context, rollout.max_new_tokens, everything under data, and the files themselves back to what they were, "
-            "or name a new run.folder"
+            "Set the command, run.seed, batch_size, model.context, rollout.max_new_tokens, everything under data, and the files themselves back to what they "
+            "were, or name a new run.folder"
         )

@@ -97,8 +97,8 @@ class PairDataset:
         )
         if not pairs:
             raise ConfigError(f"no pair is left of {', '.join(config.paths)}: {report}")
-        if len(pairs) < len(table.rows):
-            logger.warning("%s", report)
+        if len(pairs) < len(table.rows) or table.blank_lines:
+            logger.warning("%s: %s", ", ".join(config.paths), report)
         return cls(pairs, report, config.shuffle)
 
 

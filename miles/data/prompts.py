@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,8 @@ from miles.data.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,8 @@ class PromptDataset:
             max_tokens=limit,
             longest=max(lengths[i] for i in kept),
         )
+        if report.blank_lines or report.too_long:
+            logger.warning("%s: %s", ", ".join(config.paths), report)
         return cls(prompts, report, config.shuffle)
 
 

@@ -89,8 +89,6 @@ class SFTDataset:
                 f"no conversation is left of {len(table.rows)} rows of {', '.join(config.paths)}: {len(lengths)} are longer than {limit} tokens"
                 f"{f' (the shortest has {min(lengths)})' if lengths else ''}, {counts['unaligned']} unaligned"
             )
-        if counts["split"]:
-            logger.warning("the chat template rewrites history: %d of %d rows became one sample per assistant turn", counts["split"], len(table.rows))
         report = SFTReport(
             rows=len(table.rows),
             blank_lines=table.blank_lines,
@@ -101,6 +99,10 @@ class SFTDataset:
             max_tokens=limit,
             longest=max(len(s.tokens) for s in samples),
         )
+        if report.blank_lines or report.too_long or report.unaligned:
+            logger.warning("%s: %s", ", ".join(config.paths), report)
+        if report.split:
+            logger.warning("the chat template rewrites history: %d of %d rows became one sample per assistant turn", report.split, report.rows)
         return cls(samples, report, config.shuffle)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from miles.data.prompts import PromptDataset, PromptStream
 from miles.run.clock import Clock
 from miles.run.cluster import Places, cluster, engine_demands, trainer_demands
 from miles.run.evaluate import Evaluation, Evaluator, sampling_params
+from miles.run.folder import held
 from miles.run.live import Live
 from miles.run.recipe import DistillRecipe, RLRecipe
 from miles.run.resume import first_step
@@ -212,13 +213,13 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed, rewarded=rewarded) if config.evaluate.every else None
     stop_ids = end_tokens(config.model, tokenizer, config.rollout.stop)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
-    folder.mkdir(parents=True, exist_ok=True)
     demands = trainer_demands(config.trainer) + engine_demands(config.rollout)
-    with (
-        cluster(config.cluster, demands, one_node=config.weight_sync.transport == "tensor") as places,
-        Tracker(config.tracking, folder, config.model_dump(mode="json"), first_step(checkpoints, resume)) as tracker,
-        Live("rl" if config.distillation is None else "distill", config.run.steps) as live,
-    ):
+    with ExitStack() as parts:
+        parts.enter_context(held(config.run))
+        begin = first_step(config, checkpoints, stream.fingerprint) if resume else None
+        places = parts.enter_context(cluster(config.cluster, demands, one_node=config.weight_sync.transport == "tensor"))
+        tracker = parts.enter_context(Tracker(config.tracking, folder, config.model_dump(mode="json"), begin))
+        live = parts.enter_context(Live("rl" if config.distillation is None else "distill", config.run.steps))
         yield _build(config, folder, places, tracker, live, stream, evaluator, stop_ids, checkpoints, tokenizer, resume)
 
 

@@ -122,9 +122,9 @@ def _check_fits(demands: list[Demand], one_node: bool) -> None:
         if need > have:
             where = "its largest node" if one_node and len(nodes) > 1 else "the Ray cluster"
             why = " (weight_sync.transport = 'tensor' keeps all on one machine; 'broadcast' may spread)" if one_node and len(nodes) > 1 else ""
-            cure = "cluster.cpus raises what a cluster started here may share out, " if kind == "CPU" else ""
+            cure = "; cluster.cpus raises what a cluster started here may share out" if kind == "CPU" else ""
             raise ConfigError(
-                f"the run needs {_sum_text(demands, kind)} = {need:g} {kind}s, but {where} has {have:g}{why}. {cure}fewer or thinner actors ask for less"
+                f"the run needs {_sum_text(demands, kind)} = {need:g} {kind}s, but {where} has {have:g}{why}. Fewer or thinner actors ask for less{cure}"
             )
         for demand in demands:
             if amount(demand) > max((n.get(kind, 0) for n in nodes), default=0):

@@ -15,6 +15,7 @@ from miles.core.model.load import end_tokens, prompt_room, tokenizer_of
 from miles.data.prompts import PromptDataset
 from miles.data.types import Group, Prompt, Status
 from miles.run.cluster import cluster, engine_demands
+from miles.run.folder import held
 from miles.run.metrics import pass_at_k
 from miles.run.preflight import check_evaluate
 from miles.run.recipe import EvaluateRecipe
@@ -135,9 +136,8 @@ def run(recipe: Resolved[EvaluateRecipe]) -> Evaluation:
     config = recipe.config
     check_evaluate(recipe)
     folder = Path(config.run.folder)
-    folder.mkdir(parents=True, exist_ok=True)
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed)
-    with cluster(config.cluster, engine_demands(config.rollout), one_node=False) as places:
+    with held(config.run), cluster(config.cluster, engine_demands(config.rollout), one_node=False) as places:
         specs = [
             RolloutSpec(model=config.model, rollout=config.rollout, reward=config.reward, log_folder=str(folder / "logs"), name=f"engine-{i}")
             for i in range(config.rollout.engines)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from miles.config import ConfigError, Section, load
+from miles.config import ConfigError, Section, load, read_recipe
 from miles.run.recipe import DistillRecipe, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, SupervisedRecipe
 from miles.tracking.redact import redact
 
@@ -95,12 +94,7 @@ def _trainer_arithmetic(recipe: RLRecipe | SupervisedRecipe, longest: str) -> It
 
 
 def _sections(path: str, overrides: Sequence[str]) -> tuple[set[str], set[str]]:
-    try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the recipe {path!r}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    _, tree = read_recipe(Path(path))
     keys = [override.partition("=")[0].strip() for override in overrides]
     data = tree.get("data", {})
     data_keys = set(data) if isinstance(data, dict) else set()

@@ -6,7 +6,9 @@ import json
 import math
 import struct
 from pathlib import Path
+from typing import Any
 
+from miles.config import ConfigError
 from miles.core.model.config import ModelConfig
 from miles.run.machine import MIB
 from rollout.config import RolloutConfig
@@ -19,7 +21,9 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def parameters(path: Path) -> int:
-    """Parameters in a model directory, from its safetensors headers; 0 when it has no safetensors file (its size is then unknown)."""
+    """Parameters in a model directory, from its safetensors headers; 0 when it has no safetensors file (its size is then unknown).
+
+    Raises ConfigError when such a file is not one: cut short, or the pointer that Git LFS leaves where a file was not fetched."""
     return sum(math.prod(entry["shape"]) for file in path.glob("*.safetensors") for name, entry in _header(file).items() if name != "__metadata__")
 
 
@@ -66,8 +70,18 @@ def _mib(size: int) -> int:
     return math.ceil(size / MIB)
 
 
-def _header(file: Path) -> dict[str, dict[str, list[int]]]:
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    size = file.stat().st_size
     with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header: dict[str, dict[str, list[int]]] = json.loads(stream.read(length))
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        try:
+            header: dict[str, dict[str, Any]] = json.loads(stream.read(length)) if 8 + length <= size else {}
+            needed = 8 + length + max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+        except ValueError:  # no JSON, or an empty header
+            needed = math.inf
+    if needed > size:
+        raise ConfigError(
+            f"{str(file)!r} ({size:,} bytes) is not a whole safetensors file: fetch or copy it again (Git LFS leaves a short pointer in its place)"
+        )
     return header

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from miles.config import ConfigError, Resolved, nearest
 from miles.core.model.config import ModelConfig
-from miles.run import footprint, machine
+from miles.run import folder, footprint, machine
 from miles.run.machine import MIB
-from miles.run.recipe import ClusterConfig, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, RunConfig, SFTRecipe
+from miles.run.recipe import ClusterConfig, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe
 from miles.tracking.config import TrackingConfig
 from miles.tracking.wandb_sink import has_key
 from rollout.config import RolloutConfig
@@ -25,7 +25,7 @@ _SLICE = re.compile(r"@\[[^\]]*\]$")
 def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     """Raises ConfigError for the first thing that would stop `miles rl` or `miles distill`."""
     recipe = resolved.config
-    _check_folder(recipe.run, resume)
+    folder.check(recipe.run, resume=resume)
     _check_model(recipe.model)
     _check_data("data.paths", recipe.data.paths)
     if recipe.evaluate.every:
@@ -53,7 +53,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
 def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
     """Raises ConfigError for the first thing that would stop `miles sft`, `miles prefer` or `miles reward`."""
     recipe = resolved.config
-    _check_folder(recipe.run, resume)
+    folder.check(recipe.run, resume=resume)
     _check_model(recipe.model)
     _check_data("data.paths", recipe.data.paths)
     _check_tracking(recipe.tracking)
@@ -66,7 +66,7 @@ def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
 def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
     """Raises ConfigError for the first thing that would stop `miles evaluate`."""
     recipe = resolved.config
-    _check_folder(recipe.run, resume=False)
+    folder.check(recipe.run, resume=False)
     _check_model(recipe.model)
     _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
     resolve(recipe.reward)
@@ -75,21 +75,6 @@ def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
     terms = footprint.engine_terms(recipe.model, recipe.rollout, footprint.parameters(Path(recipe.model.path)))
     engines, threads = recipe.rollout.engines, recipe.rollout.threads
     _check_cluster(recipe.cluster, f"{engines} engines x {threads} threads", engines * threads, terms, {})
-
-
-def _check_folder(run: RunConfig, resume: bool) -> None:
-    folder = Path(run.folder)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"run.folder = {run.folder!r} is a file; name a new folder")
-    content = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    if content and not resume:
-        shown = ", ".join(content[:3]) + (", ..." if len(content) > 3 else "")
-        raise ConfigError(f"run.folder = {run.folder!r} is not empty (it holds {shown}): name a new folder, or go on with that run by --resume")
-    if resume and not content:
-        raise ConfigError(f"run.folder = {run.folder!r} holds no run to go on with: leave --resume out, or name the folder of the run")
-    parent = next(p for p in [folder.absolute(), *folder.absolute().parents] if p.exists())
-    if not os.access(parent, os.W_OK):
-        raise ConfigError(f"run.folder = {run.folder!r} cannot be written: {parent} belongs to someone else")
 
 
 def _rewards(recipe: RLRecipe) -> list[str]:
@@ -102,11 +87,18 @@ def _rewards(recipe: RLRecipe) -> list[str]:
 def _check_model(model: ModelConfig) -> None:
     _check_model_path("model.path", model.path)
     if model.tokenizer is not None:
-        _check_model_path("model.tokenizer", model.tokenizer)
+        _check_folder_or_name("model.tokenizer", model.tokenizer)
 
 
 def _check_model_path(key: str, value: str) -> None:
-    if Path(value).is_dir():
+    _check_folder_or_name(key, value)
+    if Path(value).is_dir() and not (Path(value) / "config.json").is_file():
+        raise ConfigError(f"{key} = {value!r} has no config.json: it must be a Hugging Face model directory")
+
+
+def _check_folder_or_name(key: str, value: str) -> None:
+    """A folder, or what may be the name of a model on the hub."""
+    if value and Path(value).is_dir():
         return
     looks_local = value.startswith((".", "/", "~")) or value.count("/") != 1 or Path(value).parent.is_dir()
     if looks_local or os.environ.get("HF_HUB_OFFLINE") == "1":

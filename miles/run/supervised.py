@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,10 +12,10 @@ from typing import Protocol
 from algorithms.preference.config import PairConfig
 from miles.core.checkpoint.store import CheckpointStore
 from miles.core.model.load import longest_sequence
-from miles.data.order import refuse_other_data
 from miles.data.types import Sample
 from miles.run.clock import Clock
 from miles.run.cluster import cluster, trainer_demands
+from miles.run.folder import held
 from miles.run.live import Live
 from miles.run.recipe import SupervisedRecipe
 from miles.run.resume import first_step
@@ -37,22 +38,19 @@ class Stream(Protocol):
 
 @dataclass(kw_only=True)
 class SupervisedRun:
-    """The parts of a run. `version` counts the steps behind the current weights."""
+    """The parts of a run. `version` counts the steps behind the current weights; `fingerprint` is of the batches:
+    a step of a checkpoint means the same batch only where it is equal."""
 
     recipe: SupervisedRecipe
     folder: Path
     trainer: TrainerGroup
     step: Step
     stream: Stream
+    fingerprint: str
     checkpoints: CheckpointStore
     tracker: Tracker
     live: Live
     version: int = 0
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the batches: a step of a checkpoint means the same batch only where it is equal."""
-        return f"{self.recipe.batch_size} x {self.stream.fingerprint}"
 
     async def checkpoint(self) -> None:
         """Start writing a checkpoint when it is time and there is none of this version."""
@@ -90,12 +88,13 @@ def supervise(kind: str, config: SupervisedRecipe, stream: Stream, step: Step, *
     """
     folder = Path(config.run.folder)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (
-        cluster(config.cluster, trainer_demands(config.trainer), one_node=False) as places,
-        Tracker(config.tracking, folder, config.model_dump(mode="json"), first_step(checkpoints, resume)) as tracker,
-        Live(kind, config.run.steps) as live,
-    ):
+    fingerprint = f"{config.batch_size} x {stream.fingerprint}"
+    with ExitStack() as parts:
+        parts.enter_context(held(config.run))
+        begin = first_step(config, checkpoints, fingerprint) if resume else None
+        places = parts.enter_context(cluster(config.cluster, trainer_demands(config.trainer), one_node=False))
+        tracker = parts.enter_context(Tracker(config.tracking, folder, config.model_dump(mode="json"), begin))
+        live = parts.enter_context(Live(kind, config.run.steps))
         trainer = TrainerGroup(
             model=config.model,
             trainer=config.trainer,
@@ -108,7 +107,17 @@ def supervise(kind: str, config: SupervisedRecipe, stream: Stream, step: Step, *
             places=places.of("trainer rank"),
             pairs=pairs,
         )
-        run = SupervisedRun(recipe=config, folder=folder, trainer=trainer, step=step, stream=stream, checkpoints=checkpoints, tracker=tracker, live=live)
+        run = SupervisedRun(
+            recipe=config,
+            folder=folder,
+            trainer=trainer,
+            step=step,
+            stream=stream,
+            fingerprint=fingerprint,
+            checkpoints=checkpoints,
+            tracker=tracker,
+            live=live,
+        )
         asyncio.run(_train_and_close(run, resume))
     return 0
 
@@ -119,7 +128,6 @@ async def _train_and_close(run: SupervisedRun, resume: bool) -> None:
         latest = run.checkpoints.latest() if resume else None
         if latest is not None:
             state = await run.trainer.load(latest)
-            refuse_other_data(state["stream"], run.fingerprint)
             run.version = int(state["version"])
         await train(run)
     finally:

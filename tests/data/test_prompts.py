@@ -82,11 +82,13 @@ def test_non_ascii_prompts_come_back_from_their_tokens(tmp_path):
     assert "größe 数学 🙂" in tokenizer.decode(prompt.tokens.tolist())
 
 
-def test_long_prompts_are_left_out_and_counted_and_ids_are_places_after_that(tmp_path):
+def test_long_prompts_are_left_out_counted_and_said_and_ids_are_places_after_that(tmp_path, caplog):
     path = jsonl(tmp_path, *[{"prompt": "x" * n, "answer": "a", "n": n} for n in (3, 500, 4, 600)])
     dataset = load(path, max_tokens=200)
     assert [(p.prompt_id, p.columns["n"]) for p in (dataset[0], dataset[1])] == [(0, 3), (1, 4)]
     assert (len(dataset), dataset.report.rows, dataset.report.too_long, dataset.report.kept) == (2, 4, 2, 2)
+    assert f"{path}: 2 prompts of 4 rows" in caplog.text
+    assert "left out: 2 longer than 200 tokens, 0 blank lines" in caplog.text
 
 
 def test_the_option_can_only_lower_the_limit(tmp_path):

@@ -88,11 +88,12 @@ def test_training_on_all_tokens_of_a_rewritten_history_is_refused(tmp_path):
         load(jsonl(tmp_path, {"messages": THINKING}), byte_tokenizer(DROPS_THINKING), messages_column="messages", train_on="all")
 
 
-def test_long_and_unaligned_rows_are_left_out_and_counted(tmp_path):
+def test_long_and_unaligned_rows_are_left_out_counted_and_said(tmp_path, caplog):
     tokenizer = byte_tokenizer(merges=(("Ċ", "Ċ"),))
     path = jsonl(tmp_path, *[{"prompt": "a", "completion": c} for c in ("b", "b" * 500, "\nb")])
     report = load(path, tokenizer, max_tokens=200).report
     assert (report.rows, report.kept, report.too_long, report.unaligned) == (3, 1, 1, 1)
+    assert f"{path}: 1 samples of 3 rows" in caplog.text
 
 
 def test_nothing_left_is_an_error_with_the_counts(tmp_path):

@@ -61,6 +61,27 @@ def test_a_home_folder_that_was_not_expanded_is_explained(recipe):
     assert "'~' is not expanded" in refused(recipe("model.path=~/model"))
 
 
+@pytest.mark.parametrize("path", ["", "."])
+def test_a_folder_without_a_model_is_refused(recipe, path):
+    assert f"model.path = {path!r} " in refused(recipe(f"model.path={path}"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 999\n",
+        b'\x38\0\0\0\0\0\0\0{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}   \0\0\0\0',
+    ],
+    ids=["empty", "pointer", "cut short"],
+)
+def test_weights_that_did_not_arrive_whole_are_refused_by_name(recipe, tmp_path, content):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "m/model.safetensors").write_bytes(content)
+    assert "'m/model.safetensors'" in refused(recipe("model.path=m"))
+
+
 def test_no_data_is_refused(recipe):
     assert "data.paths is empty" in refused(recipe("data.paths=[]"))
 

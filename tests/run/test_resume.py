@@ -1,28 +1,56 @@
-"""What a resumed run records first."""
+"""Where a resumed run goes on, on which data, and what it says about a recipe that changed."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from miles.config import ConfigError, load
 from miles.core.checkpoint.store import MANIFEST, CheckpointStore
+from miles.run.recipe import SFTRecipe
 from miles.run.resume import first_step
 
 
-def test_records_go_on_behind_the_last_complete_checkpoint(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    for step in (10, 20):
-        store.begin(step).mkdir()
-    (store.begin(10) / MANIFEST).touch()
-    assert first_step(store, resume=True) == 11
+def recipe(*overrides: str) -> SFTRecipe:
+    return load(SFTRecipe, None, ["model.path=m", *overrides]).config
 
 
-def test_a_new_run_begins_anew_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert first_step(CheckpointStore(tmp_path), resume=False) is None
+def folder_of_a_run(root: Path, *, step: int, extra: dict[str, Any]) -> CheckpointStore:
+    """A run folder with `recipe()` in config.json and one complete checkpoint."""
+    store = CheckpointStore(root / "checkpoints")
+    store.begin(step).mkdir(parents=True)
+    (store.begin(step) / MANIFEST).write_text(json.dumps({"extra": {"version": step} | extra}), encoding="utf-8")
+    (root / "config.json").write_text(json.dumps(recipe().model_dump(mode="json")), encoding="utf-8")
+    return store
+
+
+@pytest.mark.parametrize("extra", [{"stream": "data"}, {"producer": {"stream": "data"}}], ids=["supervised", "rl"])
+def test_records_go_on_behind_the_last_complete_checkpoint_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture, extra: dict[str, Any]) -> None:
+    store = folder_of_a_run(tmp_path, step=10, extra=extra)
+    store.begin(20).mkdir()
+    assert first_step(recipe(), store, "data") == 11
     assert not caplog.records
 
 
+def test_other_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    store = folder_of_a_run(tmp_path, step=10, extra={"stream": "data"})
+    with pytest.raises(ConfigError, match="the data or its order is not what the checkpoint's position was counted in"):
+        first_step(recipe(), store, "other data")
+
+
+def test_options_that_changed_are_named_with_both_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first_step(recipe("trainer.lr=0.5", "checkpoint.every=7"), folder_of_a_run(tmp_path, step=10, extra={"stream": "data"}), "data")
+    assert caplog.messages == ["--resume: other options than before: checkpoint.every = 7, was 0; trainer.lr = 0.5, was 1e-06"]
+
+
+def test_a_run_that_has_ended_says_that_nothing_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first_step(recipe(), folder_of_a_run(tmp_path, step=100, extra={"stream": "data"}), "data")
+    assert "of step 100 and run.steps = 100, so there is nothing left to train" in caplog.text
+
+
 def test_a_resumed_run_without_a_checkpoint_says_that_it_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert first_step(CheckpointStore(tmp_path / "checkpoints"), resume=True) is None
+    assert first_step(recipe(), CheckpointStore(tmp_path / "checkpoints"), "data") is None
     assert f"no complete checkpoint in {tmp_path / 'checkpoints'}, so the run begins anew" in caplog.text
