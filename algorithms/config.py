@@ -11,6 +11,9 @@ from miles.config import Section
 GROUP_RELATIVE = ("grpo", "rloo", "reinforce_pp_baseline", "gdpo")
 """Estimators whose baseline is the group: a group of one learns nothing."""
 
+_READ_BY = {"gamma": ("gae", "gigpo", "turn_grpo"), "gae_lambda": ("gae",), "whiten": ("gae",)}
+"""Options that one or few estimators read."""
+
 
 class AlgorithmConfig(Section):
     """The objective: how rewards become advantages, and advantages a loss."""
@@ -20,6 +23,13 @@ class AlgorithmConfig(Section):
     part_weights: dict[str, float] = Field(
         default_factory=dict, description="gdpo: the weight of each reward function's own advantage, by its name; 1 where it is not named"
     )
+    gamma: float = Field(
+        1.0, gt=0, le=1, description="discount of later rewards: by trained tokens (gae), or by turns (gigpo, turn_grpo; 0.95 in GiGPO's paper)"
+    )
+    gae_lambda: float = Field(
+        0.95, ge=0, le=1, description="gae: share of each later error that a token is credited with: 0 trusts the critic, 1 the rewards alone"
+    )
+    whiten: bool = Field(True, description="gae: advantages less their mean, over their standard deviation, over the trained tokens of the batch")
     loss: str = Field("ppo_clip", description="policy loss by name, or a function of yours as module:function")
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = Field(
         "token_mean", description="token_mean is DAPO, sequence_mean is GRPO's paper, sequence_sum_constant is Dr.GRPO"
@@ -72,6 +82,13 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmConfig:
+        for option, readers in _READ_BY.items():
+            value = getattr(self, option)
+            if value != AlgorithmConfig.model_fields[option].default and ":" not in self.advantages and self.advantages not in readers:
+                raise ValueError(
+                    f"algorithm.{option} = {value} is for algorithm.advantages = {' or '.join(map(repr, readers))}, "
+                    f"and {self.advantages!r} does not read it: leave it out"
+                )
         if self.correction != "none" and self.old_logprobs == "rollout":
             raise ValueError(
                 f"algorithm.correction = {self.correction!r} compares the trainer's own log-probs with the engine's, "

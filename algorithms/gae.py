@@ -13,7 +13,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from algorithms.contracts import masked
+from algorithms.config import AlgorithmConfig
+from algorithms.contracts import Rewards, TokenAdvantages, masked
+from algorithms.groups import known
+from algorithms.registry import register_advantage
+from algorithms.whiten import whiten
+
+
+@register_advantage("gae")
+def ppo(rewards: Rewards, config: AlgorithmConfig) -> TokenAdvantages:
+    """PPO's advantages and the returns for its critic, each token's own; a group may have any size. Whitened over the batch's trained
+    tokens where `config.whiten` says so; the returns never are. A sequence of unknown reward has advantages 0 and teaches no critic.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if rewards.values_N is None:
+        raise ValueError("algorithm.advantages = 'gae' needs a critic's values: add a [critic] section to the recipe")
+    learnt_N = rewards.mask_N & known(rewards)[rewards.sequence_N]
+    values_N = rewards.values_N.to(rewards.reward_N.dtype)
+    advantages_N, returns_N = gae(rewards.reward_N, values_N, learnt_N, rewards.sequence_N, gamma=config.gamma, lam=config.gae_lambda)
+    if config.whiten:
+        advantages_N = whiten(advantages_N, torch.ones_like(rewards.sequence_N), learnt_N).to(advantages_N.dtype)
+    return TokenAdvantages(advantages_N=advantages_N, returns_N=returns_N.masked_fill(~learnt_N, torch.nan))
 
 
 def gae(rewards_N: Tensor, values_N: Tensor, mask_N: Tensor, sequence_N: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:

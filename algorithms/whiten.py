@@ -12,7 +12,7 @@ from algorithms.groups import all_equal
 def whiten(values_S: Tensor, weight_S: Tensor, valid_S: Tensor, noise: float = 0.0) -> Tensor:
     """(x - mean) / std over the valid values, each counted `weight_S` times, float64 [S]; 0 where invalid or all are equal.
 
-    Advantages are constant over a sequence, so weights of sequence lengths give the statistics over tokens. Values that lie
+    Of values that are constant over a sequence, weights of sequence lengths give the statistics over tokens. Values that lie
     within `noise` of each other count as equal: what is left where sums cancel must not be scaled up.
     """
     valid_S = valid_S & (weight_S > 0)

@@ -12,7 +12,8 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import NoneType
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -106,7 +107,10 @@ def describe(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _section_type(annotation: Any) -> type[Section] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+    """The section itself, also where it may be left out (`Section | None`)."""
+    options = get_args(annotation)
+    candidate = next((option for option in options if option is not NoneType), None) if NoneType in options else annotation
+    return candidate if isinstance(candidate, type) and issubclass(candidate, Section) else None
 
 
 def _type_name(annotation: Any) -> str:

@@ -21,8 +21,9 @@ from algorithms.preference.config import PairConfig
 from miles.core.model.config import ModelConfig
 from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Group, Prompt, Sample, Status
-from trainer.config import TrainerConfig
+from trainer.config import CriticConfig, TrainerConfig
 from trainer.fsdp.backend import FSDPBackend
+from trainer.fsdp.optimizer import Optimizer
 
 VOCABULARY = 50
 
@@ -89,6 +90,7 @@ def make_backend(
     total_steps: int = 10,
     dtype: torch.dtype = torch.float64,
     pairs: PairConfig | None = None,
+    critic: dict[str, Any] | None = None,
 ) -> FSDPBackend:
     """A backend that never clips, in float64 unless told otherwise."""
     if dtype == torch.float64:
@@ -109,13 +111,19 @@ def make_backend(
         master_dtype=dtype,
         pairs=pairs,
         distill=DistillConfig(**distill) if distill else None,
+        critic=None if critic is None else CriticConfig(**({"lr": 1e-3, "clip_norm": float("inf")} | critic)),
     )
 
 
 def gradients(backend: FSDPBackend) -> dict[str, NDArray[np.float64]]:
+    """The policy's gradient of the first optimizer step."""
+    return gradients_of(backend._optimizer)
+
+
+def gradients_of(optimizer: Optimizer) -> dict[str, NDArray[np.float64]]:
     """The gradient of the first optimizer step, read off AdamW's first moment: m = (1 - beta1) g."""
     found = {}
-    for name, tensor in backend._optimizer.tensors().items():
+    for name, tensor in optimizer.tensors().items():
         if name.endswith(".exp_avg"):
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             found[name.removeprefix("optimizer.").removesuffix(".exp_avg")] = full.double().numpy().copy() / (1 - 0.9)

@@ -18,7 +18,7 @@ from miles.core.checkpoint.config import CheckpointConfig
 from miles.core.environment import worker_environment
 from miles.core.model.config import ModelConfig
 from miles.data.types import Group, Sample
-from trainer.config import TrainerConfig
+from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class TrainerGroup:
     """The trainer as the driver sees it. Every method runs on all ranks and returns rank 0's result.
 
     Args:
-        temperature, max_new_tokens, seed, total_steps, distill, pairs: as in `FSDPBackend`; `total_steps` counts optimizer steps.
+        temperature, max_new_tokens, seed, total_steps, distill, pairs, critic: as in `FSDPBackend`; `total_steps` counts optimizer steps.
         checkpoint: what `save` keeps, and whether it writes in the background.
         places: a Ray scheduling strategy for each rank; None lets Ray choose.
     """
@@ -97,6 +97,7 @@ class TrainerGroup:
         places: Sequence[Any] | None = None,
         distill: DistillConfig | None = None,
         pairs: PairConfig | None = None,
+        critic: CriticConfig | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._options = {
@@ -109,6 +110,7 @@ class TrainerGroup:
             "total_steps": total_steps,
             "distill": distill,
             "pairs": pairs,
+            "critic": critic,
         }
         world, gpu = trainer.ranks, trainer.gpus_per_rank > 0
         strategies = list(places) if places is not None else ["DEFAULT"] * world

@@ -17,8 +17,8 @@ from weight_sync.contracts import WeightSource
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """`metrics`: floats by the names of `miles/tracking/names.py`, equal on every rank. `empty`: nothing was trained (all
-    masked, or a gradient that is not finite) and the weights did not move."""
+    """`metrics`: floats by the names of `miles/tracking/names.py`, equal on every rank. `empty`: the policy's weights did
+    not move: all tokens were masked, a gradient was not finite, or the critic has its head start."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     empty: bool = False

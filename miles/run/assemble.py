@@ -22,6 +22,7 @@ from miles.run.cluster import Places, cluster, engine_demands, trainer_demands
 from miles.run.evaluate import Evaluation, Evaluator, sampling_params
 from miles.run.folder import held
 from miles.run.live import Live
+from miles.run.reader import check_reader
 from miles.run.recipe import DistillRecipe, RLRecipe
 from miles.run.resume import first_step
 from miles.run.samples import sample_table
@@ -207,6 +208,9 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     tokenizer = tokenizer_of(config.model)
     if isinstance(config, DistillRecipe):
         check_teacher(config, tokenizer)
+    if config.critic is not None and config.critic.path is not None:
+        cure = "Use a model of the policy's family, or leave critic.path out"
+        check_reader("critic.path", config.critic.path, config.model, tokenizer, whose="policy", cure=cure)
     room = prompt_room(config.model, config.rollout.max_new_tokens, "rollout.max_new_tokens")
     stream = PromptStream(PromptDataset.load(config.data, tokenizer, room), config.run.seed)
     rewarded = bool(config.reward.functions)
@@ -253,6 +257,7 @@ def _build(
         total_steps=config.run.steps * config.trainer.optimizer_steps_per_batch,
         places=places.of("trainer rank"),
         distill=config.distillation,
+        critic=config.critic,
     )
     sync = WeightSync(
         config.weight_sync,

@@ -45,6 +45,14 @@ def teacher_terms(count: int, trainer: TrainerConfig) -> dict[str, int]:
     return {"teacher": _mib(count * 4), f"{trainer.ranks} x the whole teacher while it loads": trainer.ranks * _mib(count * 4)}
 
 
+def critic_terms(count: int, trainer: TrainerConfig) -> dict[str, int]:
+    """MiB by reason; a critic of `count` parameters is trained as the policy is, beside it."""
+    return {
+        f"critic: {count:,} parameters x {_TRAINING_BYTES} B": _mib(count * _TRAINING_BYTES),
+        f"{trainer.ranks} x the whole critic while it loads": trainer.ranks * _mib(count * 4),
+    }
+
+
 def engine_terms(model: ModelConfig, rollout: RolloutConfig, count: int) -> dict[str, int]:
     """MiB by reason; the old and the new weights exist together for a moment of each update."""
     base = SGLANG_ENGINE_MIB if rollout.engine == "sglang" else TORCH_ENGINE_MIB

@@ -32,6 +32,8 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
         _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
     if recipe.distillation is not None:
         _check_model_path("distill.teacher", recipe.distillation.teacher)
+    if recipe.critic is not None and recipe.critic.path is not None:
+        _check_model_path("critic.path", recipe.critic.path)
     rewards = _rewards(recipe)
     for name in recipe.algorithm.part_weights:
         if name not in rewards:
@@ -45,6 +47,9 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=recipe.algorithm.kl_coef > 0)
     if recipe.distillation is not None:
         terms |= footprint.teacher_terms(footprint.parameters(Path(recipe.distillation.teacher)), recipe.trainer)
+    if recipe.critic is not None:
+        critic = count if recipe.critic.path is None else footprint.parameters(Path(recipe.critic.path))
+        terms |= footprint.critic_terms(critic, recipe.trainer)
     terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
     shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count)
     _check_cluster(recipe.cluster, f"{engines} + {ranks}", cpus, terms, shared)

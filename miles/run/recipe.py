@@ -13,7 +13,7 @@ from miles.core.model.config import ModelConfig
 from miles.data.config import PairDataConfig, PromptDataConfig, SFTDataConfig
 from miles.tracking.config import TrackingConfig
 from rollout.config import EvaluateConfig, OptionalRewardConfig, RewardConfig, RolloutConfig
-from trainer.config import TrainerConfig
+from trainer.config import CriticConfig, TrainerConfig
 from weight_sync.config import WeightSyncConfig
 
 
@@ -48,6 +48,7 @@ class RLRecipe(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -75,8 +76,16 @@ class RLRecipe(Section):
         if group == 1 and self.algorithm.advantages in GROUP_RELATIVE and self.rewards_teach:
             raise ValueError(
                 f"rollout.samples_per_prompt = 1 with algorithm.advantages = {self.algorithm.advantages!r}: a group of one has no baseline and learns "
-                "nothing; use at least 2, or algorithm.advantages = 'reinforce_pp'"
+                "nothing; use at least 2, or algorithm.advantages = 'reinforce_pp' or 'gae'"
             )
+        if self.critic is None and self.algorithm.advantages == "gae":
+            raise ValueError("algorithm.advantages = 'gae' needs a critic's values: add a [critic] section (an empty one takes the policy's model)")
+        if self.critic is not None and self.algorithm.advantages != "gae" and ":" not in self.algorithm.advantages:
+            raise ValueError(f"[critic] with algorithm.advantages = {self.algorithm.advantages!r}, which reads no values: use 'gae', or leave [critic] out")
+        if self.critic is not None and not self.rewards_teach:
+            raise ValueError("[critic] learns the rewards' returns, which teach nothing here: leave it out, or set distill.policy_weight above 0")
+        if self.critic is not None and self.critic.head_start >= self.run.steps:
+            raise ValueError(f"critic.head_start = {self.critic.head_start} of run.steps = {self.run.steps} steps: the policy would never move; lower it")
         if group == 1 and self.algorithm.dynamic_sampling:
             raise ValueError("rollout.samples_per_prompt = 1 with algorithm.dynamic_sampling: all rewards of a group of one are equal, so each is dropped")
         if self.rollout.engine == "torch" and self.rollout.gpus_per_engine:

@@ -37,7 +37,14 @@ METRICS: dict[str, str] = {
     "pairs/trained": "pairs of the step",
     "optimizer/grad_norm": "global gradient norm before clipping",
     "optimizer/lr": "learning rate of this step",
-    "optimizer/empty_steps": "optimizer steps without a trained token or with a gradient that is not finite; the weights did not move",
+    "optimizer/empty_steps": "optimizer steps without a trained token, with a gradient that is not finite, or in critic.head_start; the weights did not move",
+    # critic
+    "value/loss": "the critic's loss: half its squared error per token with a return, clipped",
+    "value/clip_fraction": "share of those tokens whose value was clipped",
+    "value/explained_variance": "share of the returns' variance that the values at the step's start explain; 0: no better than a constant",
+    "value/grad_norm": "the critic's global gradient norm before clipping",
+    "value/lr": "the critic's learning rate in this step",
+    "value/empty_steps": "the critic's optimizer steps without a return to learn or with a gradient that is not finite",
     # engine against trainer
     "mismatch/logprob_abs_mean": "mean |engine log-prob - trainer log-prob| over trained tokens",
     "mismatch/logprob_abs_max": "largest |engine log-prob - trainer log-prob|; 0.0 with true_on_policy",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,13 +11,20 @@ from numpy.typing import NDArray
 from algorithms.contracts import Rewards, TokenAdvantages
 
 
-def rewards_over(reward_S: torch.Tensor, group_S: torch.Tensor, length_S: torch.Tensor, parts: dict[str, torch.Tensor] | None = None) -> Rewards:
-    """Each sequence's reward lies on its last token."""
+def rewards_over(
+    reward_S: torch.Tensor,
+    group_S: torch.Tensor,
+    length_S: torch.Tensor,
+    parts: dict[str, torch.Tensor] | None = None,
+    values: Sequence[float] | None = None,
+) -> Rewards:
+    """Each sequence's reward lies on its last token. `values`: a critic's, of every token."""
     sequence_N = torch.arange(len(reward_S)).repeat_interleave(length_S)
     reward_N = torch.zeros(len(sequence_N), dtype=reward_S.dtype)
     reward_N[length_S.cumsum(0) - 1] = reward_S
     mask_N = torch.ones(len(sequence_N), dtype=torch.bool)
-    return Rewards(reward_S=reward_S, group_S=group_S, mask_N=mask_N, sequence_N=sequence_N, reward_N=reward_N, parts=parts or {})
+    values_N = None if values is None else torch.tensor(values, dtype=reward_S.dtype)
+    return Rewards(reward_S=reward_S, group_S=group_S, mask_N=mask_N, sequence_N=sequence_N, reward_N=reward_N, parts=parts or {}, values_N=values_N)
 
 
 def of_sequences(found: TokenAdvantages, rewards: Rewards) -> NDArray[np.float64]:

@@ -1,16 +1,13 @@
-"""GAE and the critic's loss against the sums of the paper written out."""
+"""GAE against the sums of the paper written out."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algorithms.contracts import Counts
 from algorithms.gae import gae, reward_at_the_end
-from algorithms.value import value_loss
 
 
 def by_definition(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
@@ -68,25 +65,3 @@ def test_the_reward_lies_on_the_last_action_and_not_on_the_tool_token_after_it()
 def test_nothing_chosen_gives_no_advantages() -> None:
     nan_N = torch.full((2,), torch.nan)
     assert gae(nan_N, nan_N, torch.zeros(2, dtype=torch.bool), torch.tensor([0, 1]))[0].tolist() == [0.0, 0.0]
-
-
-def value_case(value: float, old: float, target: float, clip: float | None) -> tuple[float, float]:
-    values_N = torch.tensor([value, torch.nan], dtype=torch.float64, requires_grad=True)
-    other = [torch.tensor([v, torch.nan], dtype=torch.float64) for v in (old, target)]
-    out = value_loss(values_N, *other, torch.tensor([True, False]), Counts(tokens=1, sequences=1, max_tokens=2), clip)
-    (gradient_N,) = torch.autograd.grad(out.loss, values_N)
-    assert gradient_N[1] == 0
-    return float(out.loss.detach()), float(gradient_N[0])
-
-
-@pytest.mark.parametrize(
-    ("value", "clip", "loss", "gradient"),
-    [
-        (0.5, None, 0.125, -0.5),
-        (0.1, 0.2, 0.405, -0.9),  # inside the clip
-        (0.5, 0.2, 0.32, 0.0),  # left the region towards the target: held
-        (-0.5, 0.2, 1.125, -1.5),  # left it the wrong way: the larger error counts
-    ],
-)
-def test_value_loss_by_hand(value, clip, loss, gradient) -> None:
-    assert value_case(value, 0.0, 1.0, clip) == pytest.approx((loss, gradient))

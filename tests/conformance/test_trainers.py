@@ -15,6 +15,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from miles.core.model.config import ModelConfig
 from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Group, Sample
+from tests.critic_cases import plain_ppo, ppo_groups, ppo_step, reward_model
 from tests.trainer_cases import (
     VOCABULARY,
     gradients,
@@ -35,6 +36,8 @@ from trainer.config import TrainerConfig
 from trainer.fsdp.backend import FSDPBackend
 
 EXACT = 1e-12
+PENALISED = 1e-9
+"""A penalty by the reference subtracts two log-probs that are nearly equal."""
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,47 @@ def test_gradients_on_two_ranks_are_those_of_one(model: Path, two: Pool, expecte
 def test_gradients_on_four_ranks_are_those_of_one(model: Path, four: Pool, expected_gradients: dict[str, Any]) -> None:
     found = four.run(rl_gradients, model, mixed_groups(), {"trainer": {"max_tokens_per_microbatch": 24}})[0]
     assert relative_difference(found, expected_gradients) < EXACT
+
+
+@pytest.fixture(scope="module")
+def critic(model: Path) -> Path:
+    return reward_model(model, model.parent)
+
+
+@pytest.fixture(scope="module")
+def expected_ppo(model: Path, critic: Path) -> tuple[Any, Any, Any]:
+    return plain_ppo(model, critic, ppo_groups(), gamma=0.97, lam=0.9, kl_coef=0.1)
+
+
+PPO = {"gamma": 0.97, "gae_lambda": 0.9, "kl_coef": 0.1, "kl_in": "reward"}
+
+
+def is_ppo(found: tuple[Any, Any, Any], expected: tuple[Any, Any, Any]) -> None:
+    assert relative_difference(found[0], expected[0]) < PENALISED
+    assert relative_difference(found[1], expected[1]) < PENALISED
+    assert {name: found[2][name] for name in expected[2]} == pytest.approx(expected[2], rel=PENALISED)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 24])
+def test_ppos_gradients_do_not_depend_on_the_microbatch_split(model: Path, critic: Path, expected_ppo: Any, max_tokens: int) -> None:
+    is_ppo(ppo_step(0, 1, model, critic, ppo_groups(), {"max_tokens_per_microbatch": max_tokens}, PPO), expected_ppo)
+
+
+def test_ppos_gradients_do_not_depend_on_the_packing_order(model: Path, critic: Path, expected_ppo: Any) -> None:
+    is_ppo(ppo_step(0, 1, model, critic, ppo_groups()[::-1], {}, PPO), expected_ppo)
+
+
+def test_ppos_gradients_on_two_ranks_are_those_of_one(model: Path, two: Pool, critic: Path, expected_ppo: Any) -> None:
+    results = two.run(ppo_step, model, critic, ppo_groups(), {"max_tokens_per_microbatch": 24}, PPO)
+    is_ppo(results[0], expected_ppo)
+    assert results[0][2] == results[1][2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("max_tokens", [1, 24, 8192])
+def test_ppos_gradients_on_four_ranks_are_those_of_one(model: Path, four: Pool, critic: Path, expected_ppo: Any, max_tokens: int) -> None:
+    trainer = {"max_tokens_per_microbatch": max_tokens, "activation_checkpointing": True}
+    is_ppo(four.run(ppo_step, model, critic, ppo_groups(), trainer, PPO)[0], expected_ppo)
 
 
 def test_ranks_without_samples_take_part(model: Path, two: Pool) -> None:
@@ -429,9 +473,11 @@ def state_of(backend: Any) -> dict[str, Any]:
     return {name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone().numpy() for name, tensor in backend._state().items()}
 
 
-def train_and_save(rank: int, world: int, path: Path, groups: list[Group], folder: Path, before: int, after: int) -> tuple[Any, list[Any], list[float]]:
+def train_and_save(
+    rank: int, world: int, path: Path, groups: list[Group], folder: Path, options: dict[str, Any], before: int, after: int
+) -> tuple[Any, list[Any], list[float]]:
     """`before` steps, a checkpoint, `after` steps: final state, metrics after the checkpoint, and draws of the random generators."""
-    backend = make_backend(path, rank=rank, world=world, dtype=torch.float32, trainer=_RESUMED, total_steps=6)
+    backend = make_backend(path, rank=rank, world=world, dtype=torch.float32, trainer=_RESUMED, total_steps=6, **options)
     for _ in range(before):
         backend.step_rl(groups)
     backend.save(folder, {"cursor": 7})
@@ -441,8 +487,10 @@ def train_and_save(rank: int, world: int, path: Path, groups: list[Group], folde
     return state_of(backend), metrics, draws
 
 
-def load_and_train(rank: int, world: int, path: Path, groups: list[Group], folder: Path, after: int) -> tuple[Any, list[Any], list[float], Any]:
-    backend = make_backend(path, rank=rank, world=world, dtype=torch.float32, trainer=_RESUMED, total_steps=6)
+def load_and_train(
+    rank: int, world: int, path: Path, groups: list[Group], folder: Path, options: dict[str, Any], after: int
+) -> tuple[Any, list[Any], list[float], Any]:
+    backend = make_backend(path, rank=rank, world=world, dtype=torch.float32, trainer=_RESUMED, total_steps=6, **options)
     backend.logprobs(list(groups[0].samples))
     _draw()
     extra = backend.load(folder)
@@ -456,12 +504,13 @@ def _draw() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
+_WITH_CRITIC: dict[str, Any] = {"algorithm": {"advantages": "gae"}, "critic": {"lr": 1e-2, "schedule": "linear", "warmup_steps": 1, "clip_norm": 1.0}}
 _RESUMED = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 2, "clip_norm": 1.0, "weight_decay": 0.1, "max_tokens_per_microbatch": 24}
 
 
-@pytest.mark.parametrize(("world", "before"), [(1, 0), (1, 1), (1, 3), (2, 2)])
-def test_a_resumed_run_equals_the_one_that_went_on(model: Path, two: Pool, tmp_path: Path, world: int, before: int) -> None:
-    arguments = (model, mixed_groups(), tmp_path / "step_00000001")
+@pytest.mark.parametrize(("world", "before", "critic"), [(1, 0, False), (1, 1, True), (1, 3, False), (2, 2, True)])
+def test_a_resumed_run_equals_the_one_that_went_on(model: Path, two: Pool, tmp_path: Path, world: int, before: int, critic: bool) -> None:
+    arguments = (model, mixed_groups(), tmp_path / "step_00000001", _WITH_CRITIC if critic else {})
     if world == 1:
         state, metrics, draws = train_and_save(0, 1, *arguments, before, 2)
         resumed, again, drawn, extra = load_and_train(0, 1, *arguments, 2)
@@ -479,7 +528,7 @@ def test_a_resumed_run_equals_the_one_that_went_on(model: Path, two: Pool, tmp_p
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
 def test_a_checkpoint_loads_at_another_number_of_ranks(model: Path, two: Pool, tmp_path: Path, saved: int, loaded: int) -> None:
-    arguments = (model, mixed_groups(), tmp_path / "step_00000001")
+    arguments = (model, mixed_groups(), tmp_path / "step_00000001", _WITH_CRITIC)
     state = train_and_save(0, 1, *arguments, 2, 0)[0] if saved == 1 else two.run(train_and_save, *arguments, 2, 0)[0][0]
     found = load_and_train(0, 1, *arguments, 0)[0] if loaded == 1 else two.run(load_and_train, *arguments, 0)[0][0]
     assert all(np.array_equal(state[n], found[n]) for n in state)

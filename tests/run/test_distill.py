@@ -70,7 +70,7 @@ def test_a_teacher_with_another_tokenizer(task: dict[str, Path], tmp_path: Path)
     other = make_tiny_model(tmp_path / "other", alphabet="zyx", hidden=16, context=64)
     message = refused(task, tmp_path, f"distill.teacher={other}")
     assert "has another tokenizer than the student" in message
-    assert "'b' (student 9, teacher none)" in message
+    assert "'b' (student 9, there none)" in message
 
 
 def test_a_larger_output_head_is_refused_by_whole_vocabulary_divergences_only(task: dict[str, Path], tmp_path: Path) -> None:

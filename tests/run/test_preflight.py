@@ -12,6 +12,7 @@ from miles.core.model.config import ModelConfig
 from miles.run import footprint, machine, preflight
 from miles.run.recipe import RLRecipe, SFTRecipe
 from rollout.config import RolloutConfig
+from trainer.config import TrainerConfig
 
 
 @pytest.fixture
@@ -132,6 +133,14 @@ def test_more_memory_than_there_is_shows_the_arithmetic(recipe):
     message = refused(recipe("trainer.ranks=100000", "cluster.cpus=200000"))
     assert "100000 trainer ranks x 450 = 45000000" in message
     assert "MiB are free" in message
+
+
+def test_a_critic_is_counted_and_its_folder_checked(recipe, tiny_model):
+    ppo = ("algorithm.advantages=gae", "trainer.ranks=100000", "cluster.cpus=200000")
+    assert "100000 x the whole critic while it loads" in refused(recipe(*ppo, "critic={}"))
+    assert "critic.path = './none' is no folder" in refused(recipe(*ppo, "critic.path=./none"))
+    count = 10**6
+    assert footprint.critic_terms(count, TrainerConfig(ranks=2)) == {"critic: 1,000,000 parameters x 16 B": 16, "2 x the whole critic while it loads": 8}
 
 
 def test_more_shared_memory_than_there_is_shows_the_arithmetic(recipe):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles.config import ConfigError, load
+from miles.config import ConfigError, describe, load
 from miles.run.assemble import assemble
 from miles.run.recipe import RLRecipe
 
@@ -23,6 +23,35 @@ def test_a_group_of_one_is_refused_by_every_group_relative_estimator(name: str) 
 
 def test_a_group_of_one_is_taken_where_the_batch_is_the_baseline() -> None:
     load(RLRecipe, None, ["model.path=m", "rollout.samples_per_prompt=1", "algorithm.advantages=reinforce_pp"])
+
+
+def test_a_group_of_one_is_taken_by_a_critic() -> None:
+    load(RLRecipe, None, ["model.path=m", "rollout.samples_per_prompt=1", "algorithm.advantages=gae", "critic={}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.advantages=gae"], "algorithm.advantages = 'gae' needs a critic's values: add a [critic] section"),
+        (["critic.lr=1e-4"], "[critic] with algorithm.advantages = 'grpo', which reads no values: use 'gae'"),
+        (["critic.lr=1e-4", "algorithm.advantages=gae", "critic.head_start=9", "run.steps=9"], "critic.head_start = 9 of run.steps = 9 steps"),
+        (["critic.head_strat=1", "algorithm.advantages=gae"], "did you mean 'critic.head_start'?"),
+        (["critic.value_clip=0", "algorithm.advantages=gae"], "critic.value_clip = 0"),
+        (["algorithm.gae_lambda=0.5"], "algorithm.gae_lambda = 0.5 is for algorithm.advantages = 'gae', and 'grpo' does not read it"),
+    ],
+)
+def test_a_critic_that_cannot_be_meant_is_refused(overrides: list[str], message: str) -> None:
+    assert message in refused(*overrides)
+
+
+def test_a_critic_beside_a_function_of_ones_own_is_taken() -> None:
+    load(RLRecipe, None, ["model.path=m", "algorithm.advantages=mine:estimator", "critic={}", "algorithm.gamma=0.9"])
+
+
+def test_the_critics_options_are_described() -> None:
+    described = {name: default for name, _, default, _ in describe(RLRecipe)}
+    assert described["critic.lr"] == 1e-5
+    assert described["critic.value_clip"] == 0.2
 
 
 def test_dynamic_sampling_of_groups_of_one_is_refused() -> None:

@@ -23,17 +23,19 @@ from miles.core.checkpoint import reader, rng
 from miles.core.checkpoint.writer import CheckpointWriter
 from miles.core.model.config import ModelConfig
 from miles.data.types import Group, Sample
-from trainer.config import TrainerConfig
+from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
 from trainer.fsdp.batch import Batch, count, covariance_of, token_kl, weights_of
+from trainer.fsdp.critic import Critic, build_critic
 from trainer.fsdp.distill import Distiller
 from trainer.fsdp.export import Exporter
 from trainer.fsdp.meters import Meters
-from trainer.fsdp.model import build_model, compute_dtype_of, last_microbatch, reshard
+from trainer.fsdp.model import build_model, compute_dtype_of, reshard
 from trainer.fsdp.optimizer import Optimizer, Update
 from trainer.fsdp.pairs import PairLoss, mismatched
 from trainer.fsdp.scoring import Row, Scorer
 from trainer.fsdp.share import MicroBatch, share
+from trainer.fsdp.update import take_step
 from weight_sync.contracts import TensorSpec
 
 
@@ -45,6 +47,7 @@ class FSDPBackend:
         pairs: the objective of `step_pairs`, or None. For a reward model the output head is another from the start, and `step_pairs`
             and `export` are all there is to do with it.
         distill: the teacher that `step_rl` also learns from, or None.
+        critic: the critic that `step_rl` also trains, or None.
         temperature: the sampling temperature, at which `step_rl` and `logprobs` score. `step_sft` scores at 1.
         max_new_tokens: the longest response, Dr.GRPO's constant.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
@@ -69,6 +72,7 @@ class FSDPBackend:
         master_dtype: torch.dtype = torch.float32,
         distill: DistillConfig | None = None,
         pairs: PairConfig | None = None,
+        critic: CriticConfig | None = None,
     ) -> None:
         self._config, self._trainer, self._algorithm = model, trainer, algorithm
         self._temperature, self._max_new_tokens, self._seed = temperature, max_new_tokens, seed
@@ -95,6 +99,9 @@ class FSDPBackend:
             )
         self._distiller = None if algorithm is None or distill is None else self._with_teacher(algorithm, distill, master_dtype)
         self._optimizer = Optimizer(self.model, trainer, total_steps)
+        self._critic: Critic | None = None
+        if critic is not None:
+            self._critic = build_critic(critic, model, trainer, master_dtype=master_dtype, world=world, device=self.device, total_steps=total_steps)
         self._exporter = Exporter(self.model, compute_dtype_of(model, master_dtype), rank, rewards)
         self._writer = CheckpointWriter(rank, world)
         self.version = 0
@@ -105,11 +112,17 @@ class FSDPBackend:
         if algorithm is None:
             raise ValueError("this trainer was built without an [algorithm] section: it can do step_sft only")
         batch = Batch(groups, self._trainer.optimizer_steps_per_batch)
-        rewards, penalty = self._penalised(batch)
-        advantages = self._advantages(rewards).advantages_N.split(batch.lengths)
+        rewards, more = self._penalised(batch)
+        if self._critic is not None:
+            rewards = replace(rewards, values_N=self._scores(batch.samples, self._critic.score))
+        found = self._advantages(rewards)
+        advantages = found.advantages_N.split(batch.lengths)
         updates = [self._share(batch.samples, places) for places in batch.updates]
         rows = [[self._policy.row(micro, advantages) for micro in update] for update in updates]
-        for number, update in enumerate(rows):
+        if self._critic is not None:
+            more |= self._critic.step(batch, updates, rows, rewards, found, self.world)
+        policy_waits = self._critic is not None and self._critic.alone(self.version)
+        for number, update in enumerate(rows if not policy_waits else []):
             for row in update:
                 if self._reference is not None and algorithm.kl_in == "loss":
                     row.reference_logprobs_N = self._reference.score(row, self._temperature)
@@ -119,13 +132,16 @@ class FSDPBackend:
         results = []
         for places, update in zip(batch.updates, rows, strict=True):
             samples = [batch.samples[i] for i in places]
+            if policy_waits:
+                results.append(self._optimizer.skip())
+                continue
             counts = count(samples, self._max_new_tokens)
             if algorithm.entropy_guard != "none" and counts.tokens:
                 counts = replace(counts, covariance=covariance_of(samples, [advantages[i] for i in places], algorithm.guard_share))
             results.append(self._update(update, counts.tokens, partial(self._rl_loss, counts=counts, meters=meters), meters))
             # Only before the first update are the weights those that the engines sampled from.
             meters.comparing = False
-        result = self._steer(self._result(results, meters, int(batch.rewards.length_S.sum()), batch.metrics(self.version) | penalty))
+        result = self._steer(self._result(results, meters, int(batch.rewards.length_S.sum()), batch.metrics(self.version) | more))
         self.version += 1
         return result
 
@@ -185,6 +201,8 @@ class FSDPBackend:
         state: dict[str, object] = {"optimizer_step": self._optimizer.steps, "version": self.version}
         if self._algorithm is not None and self._algorithm.kl_target is not None:
             state["kl_coef"] = self._kl_coef
+        if self._critic is not None:
+            state["critic_optimizer_step"] = self._critic.optimizer.steps
         self._writer.save(Path(folder), self._state(), state, extra, keep=keep, asynchronous=asynchronous)
 
     def wait_saved(self) -> None:
@@ -192,8 +210,12 @@ class FSDPBackend:
 
     def load(self, folder: Path) -> dict[str, object]:
         reshard(self.model)
+        if self._critic is not None:
+            reshard(self._critic.model)
         state, extra = reader.load(Path(folder), self._state(), rank=self.rank, world=self.world, seed=self._seed)
         self._optimizer.steps, self.version = int(state["optimizer_step"]), int(state["version"])
+        if self._critic is not None:
+            self._critic.optimizer.steps = int(state["critic_optimizer_step"])
         # A run that had no target before goes on with the recipe's coefficient.
         if self._algorithm is not None and self._algorithm.kl_target is not None and "kl_coef" in state:
             self._set_kl_coef(float(state["kl_coef"]))
@@ -232,7 +254,7 @@ class FSDPBackend:
         if algorithm is None or algorithm.kl_target is None:
             return result
         used = self._kl_coef
-        if not result.empty:
+        if not result.empty and "policy/kl" in result.metrics:
             self._set_kl_coef(adapted(used, result.metrics["policy/kl"], algorithm.kl_target))
         return replace(result, metrics=result.metrics | {"policy/kl_coef": used})
 
@@ -270,17 +292,7 @@ class FSDPBackend:
         return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch, together=together)
 
     def _update(self, rows: list[Row], total: int, loss: Callable[[Row], LossOutput], meters: Meters) -> Update:
-        """One optimizer step: losses of the rows are shares of a mean over `total` tokens or pairs, so their gradients simply add up."""
-        if total == 0:
-            return self._optimizer.skip()
-        for row in rows:
-            last_microbatch(self.model, row is rows[-1])
-            out = loss(row)
-            out.loss.backward()
-            meters.add("loss/total", out.loss.detach() * total)
-            for name, value in out.sums.items():
-                meters.add(name, value)
-        return self._optimizer.step()
+        return take_step(self.model, self._optimizer, rows, total, loss, meters, "loss/total")
 
     def _rl_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
         assert self._algorithm is not None
@@ -324,13 +336,15 @@ class FSDPBackend:
 
     def _state(self) -> dict[str, Tensor]:
         weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
-        return weights | self._optimizer.tensors()
+        return weights | self._optimizer.tensors() | ({} if self._critic is None else self._critic.tensors())
 
     def _move(self, device: str) -> None:
         if self.device.type == "cpu":
             return
-        reshard(self.model)
-        torch.nn.Module.to(self.model, torch.device(device))
-        self._optimizer.to(device)
+        critic = [] if self._critic is None else [(self._critic.model, self._critic.optimizer)]
+        for model, optimizer in [(self.model, self._optimizer), *critic]:
+            reshard(model)
+            torch.nn.Module.to(model, torch.device(device))
+            optimizer.to(device)
         if device == "cpu":
             torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ class Meters:
     """Every rank adds the same names, since each runs the loss on a dummy row where it has no other."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         self.comparing = True
         self._sums: dict[str, Tensor] = {}
         self._compared: list[Tensor] = []  # tokens, sum and maximum of |engine - trainer|, each row's
@@ -33,7 +33,7 @@ class Meters:
     def reduced(self, total: int, world: int) -> dict[str, float]:
         """Sums over ranks, each divided by the step's `total` (tokens or pairs); mismatch by the tokens compared. Collective."""
         names = sorted(self._sums)
-        compared = torch.stack(self._compared) if self._compared else torch.zeros(1, 3, dtype=torch.float64, device=self._device)
+        compared = torch.stack(self._compared) if self._compared else torch.zeros(1, 3, dtype=torch.float64, device=self.device)
         sums = torch.stack([self._sums[name] for name in names] + [compared[:, 0].sum(), compared[:, 1].sum()]) if names else compared[0, :2]
         largest = compared[:, 2].max()
         if world > 1:

@@ -27,6 +27,13 @@ def build_model(
     if reward_seed is not None:
         reward_shell(load_config(config.path, trust_remote_code=config.trust_remote_code), trust_remote_code=config.trust_remote_code)  # or refuse now
         add_reward_head(model, reward_seed)
+    return prepare(model, config, master_dtype=master_dtype, world=world, device=device, checkpointing=checkpointing)
+
+
+def prepare(
+    model: PreTrainedModel, config: ModelConfig, *, master_dtype: torch.dtype, world: int, device: torch.device, checkpointing: bool
+) -> PreTrainedModel:
+    """A model that was loaded, made ready to be trained on this rank: see `build_model`."""
     nn.Module.to(model, device)
     if config.true_on_policy:
         from miles.core.model.batch_invariant import make_batch_invariant

@@ -21,7 +21,8 @@ from trainer.fsdp.share import MicroBatch
 class Row:
     """One micro-batch on the device: T tokens, N response tokens, S sequences. Shapes as in `Packed` and `Tokens`.
 
-    `start_logprobs_N` and `reference_logprobs_N` are filled in when the objective needs them.
+    `start_logprobs_N` and `reference_logprobs_N` are filled in when the objective needs them, `values_N` (at the step's start) and
+    `returns_N` (NaN where there is nothing to learn) when there is a critic.
     """
 
     tokens_T: Tensor
@@ -36,6 +37,15 @@ class Row:
     sequence_length_S: Tensor
     start_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None
+    values_N: Tensor | None = None
+    returns_N: Tensor | None = None
+
+
+def own_part(micro: MicroBatch, values: Sequence[Tensor] | None, device: torch.device) -> Tensor:
+    """A row's own part [N] of `values` ([R] of each sample of a batch); zeros for a dummy row, and without values."""
+    if values is None or not micro.indices:
+        return torch.zeros(len(micro.packed.sequence_N), device=device)
+    return torch.cat([values[i] for i in micro.indices]).to(device)
 
 
 class Scorer:
@@ -55,17 +65,11 @@ class Scorer:
             scored_N=self._moved(packed.target_index_N + 1),
             mask_N=self._moved(packed.loss_mask_N),
             rollout_logprobs_N=self._moved(packed.rollout_logprobs_N),
-            advantages_N=self.of(micro, advantages),
+            advantages_N=own_part(micro, advantages, self._device),
             sequence_N=self._moved(packed.sequence_N),
             num_sequences=packed.num_sequences,
             sequence_length_S=self._moved(trained_S),
         )
-
-    def of(self, micro: MicroBatch, values: Sequence[Tensor] | None) -> Tensor:
-        """The row's own part [N] of `values` ([R] of each sample of a batch), on the device; zeros for a dummy row, and without values."""
-        if values is None or not micro.indices:
-            return torch.zeros(len(micro.packed.sequence_N), device=self._device)
-        return torch.cat([values[i] for i in micro.indices]).to(self._device)
 
     def _moved(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

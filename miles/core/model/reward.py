@@ -24,16 +24,26 @@ def add_reward_head(model: PreTrainedModel, seed: int) -> None:
     """
     old = output_head(model)
     width = old.in_features
-    head = nn.Linear(width, 1, bias=False, dtype=old.weight.dtype)
     weight_1D = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) / (width + 1) ** 0.5
-    head.weight = nn.Parameter(weight_1D.to(old.weight.dtype))
+    put_head(model, weight_1D.to(old.weight.dtype))
+
+
+def put_head(model: PreTrainedModel, weight_1D: Tensor) -> None:
+    """An output head of one row in the place of the model's own."""
+    head = nn.Linear(weight_1D.shape[1], 1, bias=False, device="meta")
+    head.weight = nn.Parameter(weight_1D)
     model.set_output_embeddings(head)
 
 
 def packed_rewards(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor) -> Tensor:
     """The reward of each sequence [S], float32 (float64 stays float64), with its graph. Arguments as in `packed.packed_logprobs`."""
     last_S = torch.unique_consecutive(sequence_T, return_counts=True)[1].cumsum(0) - 1
-    return through_head(model, tokens_T, positions_T, sequence_T, last_S, _reward)
+    return packed_values(model, tokens_T, positions_T, sequence_T, last_S)
+
+
+def packed_values(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor, place_N: Tensor) -> Tensor:
+    """What the head of one row says after the tokens at `place_N` (int64, may be empty), [N]; else as `packed_rewards`."""
+    return through_head(model, tokens_T, positions_T, sequence_T, place_N, _reward)
 
 
 def reward_shell(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -63,6 +73,11 @@ def on_disk(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Te
     return {"score.weight" if key == f"{name}.weight" else key: tensor for key, tensor in state.items()}
 
 
+def is_reward_model(config: PretrainedConfig) -> bool:
+    """Whether a directory with this configuration holds a reward model, and not a language model."""
+    return config.num_labels == 1 and any("SequenceClassification" in name for name in config.architectures or ())
+
+
 def load_reward_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The reward model in `path`, on the CPU, in eval mode.
 
@@ -70,7 +85,7 @@ def load_reward_model(path: str | Path, dtype: torch.dtype = torch.float32) -> P
         ValueError: none is there: no model at all, or one without a trained head of one row.
     """
     config = load_config(path)
-    if config.num_labels != 1 or not any("SequenceClassification" in name for name in config.architectures or ()):
+    if not is_reward_model(config):
         raise ValueError(f"{str(path)!r} is no reward model, but {', '.join(config.architectures or ['nothing named'])}: `miles reward` makes one")
     model, info = AutoModelForSequenceClassification.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
     for kind in ("missing", "unexpected", "mismatched"):

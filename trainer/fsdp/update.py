@@ -1,0 +1,32 @@
+"""One optimizer step of one model, policy or critic, from the rows of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedModel
+
+from algorithms.contracts import LossOutput
+from trainer.fsdp.meters import Meters
+from trainer.fsdp.model import last_microbatch
+from trainer.fsdp.optimizer import Optimizer, Update
+from trainer.fsdp.scoring import Row
+
+
+def take_step(
+    model: PreTrainedModel, optimizer: Optimizer, rows: Sequence[Row], total: int, loss: Callable[[Row], LossOutput], meters: Meters, name: str
+) -> Update:
+    """Losses of the rows are shares of a mean over `total` tokens or pairs, so their gradients simply add up. Collective.
+
+    `meters` gets the loss under `name`, and the losses' sums. Nothing is trained when `total` is 0.
+    """
+    if total == 0:
+        return optimizer.skip()
+    for row in rows:
+        last_microbatch(model, row is rows[-1])
+        out = loss(row)
+        out.loss.backward()
+        meters.add(name, out.loss.detach() * total)
+        for key, value in out.sums.items():
+            meters.add(key, value)
+    return optimizer.step()
