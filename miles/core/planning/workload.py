@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from miles.core.model.scoring import KEPT
-
 BACKWARD = 2
 """A matrix product's backward is two products: for its input and for its weight."""
 
@@ -30,10 +28,9 @@ class Workload:
     width: int
 
     def matmul_flops(self, tokens: int, scored: int) -> int:
-        """Forward and backward of a pass over `tokens`, of which `scored` are scored. Large logits are computed twice (`scoring.KEPT`)."""
+        """Forward and backward of a pass over `tokens`, of which `scored` are scored: the logits are computed once more in the backward."""
         head = 2 * scored * self.hidden * self.vocabulary
-        again = head if scored * self.vocabulary > KEPT else 0
-        return (1 + BACKWARD) * (2 * tokens * self.weights + head) + again
+        return (1 + BACKWARD) * 2 * tokens * self.weights + (2 + BACKWARD) * head
 
     def attention_flops(self, scores: int) -> int:
         """Forward (2 products) and backward (5) of attention with so many query-key pairs a head, padding and what a causal mask hides included."""

@@ -1,0 +1,147 @@
+"""Counts what happened: float operations by operator, bytes that autograd holds, collectives and their bytes, waits of the host.
+
+    with Meter(model) as meter:
+        loss = ...
+        loss.backward()
+    meter.flops["matmul"], meter.peak_saved_bytes, meter.collectives["all_gather"], meter.host_syncs
+
+For measurements and tests: every operator passes through Python while it counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+_COLLECTIVES = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "broadcast_": "broadcast",
+}
+_SYNCS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_consecutive", "unique_dim"})
+
+
+class Meter:
+    """A context manager; read it afterwards.
+
+    Args:
+        model: whose parameters are not counted among the saved bytes, gathered or not.
+    Attributes:
+        flops: `matmul` and `attention`; a multiply-add is two, and what a causal mask hides is counted as computed.
+        saved_bytes, peak_saved_bytes: held by autograd now and at most, each storage once.
+        collectives, collective_bytes: by name; bytes of the whole tensor (gathered, or before it is scattered).
+        host_syncs: operators whose result the host must see before it can go on.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self.flops: dict[str, int] = {}
+        self.saved_bytes = self.peak_saved_bytes = 0
+        self.collectives: Counter[str] = Counter()
+        self.collective_bytes: Counter[str] = Counter()
+        self.host_syncs = 0
+        self._holders: Counter[int] = Counter()
+        self._stack = ExitStack()
+        self._flops = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+
+    def __enter__(self) -> Meter:
+        self._stack.enter_context(self._flops)
+        self._stack.enter_context(_Operators(self))
+        self._stack.enter_context(saved_tensors_hooks(self._pack, _unpack))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        counts = self._flops.get_flop_counts().get("Global", {})
+        self.flops = {"matmul": 0, "attention": 0}
+        for operator, count in counts.items():
+            self.flops["attention" if "attention" in str(operator) else "matmul"] += int(count)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return tensor
+        return _Held(self, tensor)
+
+    def hold(self, tensor: Tensor) -> int:
+        """Count `tensor`'s storage once; returns its key."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._holders[key] += 1
+        if self._holders[key] == 1:
+            self.saved_bytes += storage.nbytes()
+            self.peak_saved_bytes = max(self.peak_saved_bytes, self.saved_bytes)
+        return key
+
+    def release(self, key: int, size: int) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key]
+            self.saved_bytes -= size
+
+
+class _Held:
+    """What autograd keeps in the tensor's stead: it is let go when the graph is."""
+
+    def __init__(self, meter: Meter, tensor: Tensor):
+        self.tensor, self._meter = tensor, meter
+        self._key, self._size = meter.hold(tensor), tensor.untyped_storage().nbytes()
+
+    def __del__(self) -> None:
+        self._meter.release(self._key, self._size)
+
+
+def _unpack(packed: Tensor | _Held) -> Tensor:
+    return packed.tensor if isinstance(packed, _Held) else packed
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, meter: Meter):
+        super().__init__()
+        self._meter = meter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")
+        if name[0] == "c10d" and name[1] in _COLLECTIVES:
+            kind = _COLLECTIVES[name[1]]
+            self._meter.collectives[kind] += 1
+            self._meter.collective_bytes[kind] += max(_bytes(argument) for argument in args)
+        elif name[0] == "aten" and name[1] in _SYNCS:
+            self._meter.host_syncs += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(argument: Any) -> int:
+    if isinstance(argument, Tensor):
+        return argument.numel() * argument.element_size()
+    return sum(_bytes(item) for item in argument) if isinstance(argument, (list, tuple)) else 0
+
+
+def _forward_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Two products of [Q, E] x [E, K] for each head and batch entry."""
+    batch, heads, queries, width = query
+    return 2 * 2 * batch * heads * queries * key[2] * width
+
+
+def _backward_flops(grad: Any, query: Any, key: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Five products: scores again, and gradients of weights, query, key and value."""
+    return 5 * _forward_flops(query, key, key) // 2
+
+
+_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+}
+"""torch's own counter knows the GPU kernels only."""
