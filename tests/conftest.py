@@ -1,13 +1,15 @@
-"""What every test shares: the environment that must stand before torch is imported, and the costly things made once a session."""
+"""What every test shares: the environment that must stand before torch is imported, the costly things made once a session, who runs
+beside whom, and the seconds that each folder took."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,6 +26,62 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 
 if TYPE_CHECKING:
     from rollout.engines.sglang_engine import SGLangEngine
+
+# What `scripts/test` runs in one of its two processes because it shares something costly, the longest first; any other file is a group of
+# its own. All that names SGLang shares servers.
+RAY = {"tests/run/test_rl.py", "tests/run/test_distill.py", "tests/run/test_pairs.py", "tests/trainer/test_trainer_actor.py"}
+FORKS = {  # of one server that has torch imported, see tests/forks.py
+    "tests/conformance/test_trainers.py",
+    "tests/conformance/test_weight_sync.py",
+    "tests/conformance/test_weight_sync_faults.py",
+    "tests/trainer/test_penalty_and_guard.py",
+    "tests/trainer/test_trainer_distill.py",
+    "tests/trainer/test_trainer_pairs.py",
+}
+ORDER = ("ray", "sglang", "forks")
+
+
+def group_of(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    if file in RAY:
+        return "ray"
+    if "sglang" in nodeid:
+        return "sglang"
+    return "forks" if file in FORKS else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()) and group_of(item.nodeid) != "ray":
+            raise pytest.UsageError(f"{item.nodeid} would start a second Ray cluster: add its file to RAY in tests/conftest.py")
+        if item.get_closest_marker("sglang") and group_of(item.nodeid) != "sglang":
+            raise pytest.UsageError(f"{item.nodeid} would start a second SGLang server: put 'sglang' into its name")
+    items.sort(key=lambda item: ORDER.index(group) if (group := group_of(item.nodeid)) in ORDER else len(ORDER))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's own groups (`--dist loadgroup`) read a field of test items that pytest 9.2 no longer has."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Groups(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds by folder, set-up and end included. Two processes work side by side, so the sum is more than the clock shows."""
+    seconds: dict[str, float] = defaultdict(float)
+    for report in (r for reports in terminalreporter.stats.values() for r in reports if isinstance(r, pytest.TestReport)):
+        parts = report.nodeid.partition("::")[0].split("/")
+        seconds["/".join(parts[: min(len(parts) - 1, 2)])] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("seconds by folder")
+        for folder, spent in sorted(seconds.items(), key=lambda entry: -entry[1]):
+            terminalreporter.line(f"{spent:7.1f}  {folder}")
+
 
 TINY_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 +-=.,:?"
 

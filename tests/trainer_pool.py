@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import tempfile
 import traceback
@@ -11,6 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.forks import CONTEXT
+
 DEADLINE_S = 90.0
 
 
@@ -18,16 +19,13 @@ class Pool:
     """`world` processes; `run(function, *args)` calls `function(rank, world, *args)` in each and returns the results by rank."""
 
     def __init__(self, world: int):
-        # One server process imports torch and transformers once; ranks are its forks and cost little.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["trainer.fsdp.backend", "trainer.rendezvous"])
         self.world = world
         self._folder = Path(tempfile.mkdtemp(prefix="miles-pool-"))
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, str(self._folder / "store"), theirs), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(rank, world, str(self._folder / "store"), theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.forks import CONTEXT
 from tests.weight_sync.cast import Cast, files_of, publish
 from tests.weight_sync.parts import die_at_tensor, limit_file_size, move_weights
-from tests.weight_sync.processes import CONTEXT, DEADLINE_S, EngineProcesses, TrainerProcesses
+from tests.weight_sync.processes import DEADLINE_S, EngineProcesses, TrainerProcesses
 from weight_sync.contracts import SharedMemory, WeightSyncError
 from weight_sync.journal import Journal
 from weight_sync.transaction import UpdateAborted, WeightSync

@@ -1,13 +1,9 @@
-"""Real processes for weight-sync tests: trainer ranks on gloo and engines, each behind a socket, that can be told to fail or to die.
-
-They are forked from one server that has imported torch and transformers already, so that a test may start many.
-"""
+"""Real processes for weight-sync tests: trainer ranks on gloo and engines, each behind a socket, that can be told to fail or to die."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import multiprocessing
 import os
 import shutil
 import signal
@@ -20,9 +16,9 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from tests.forks import CONTEXT
+
 DEADLINE_S = 60.0
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "torch", "tests.weight_sync.parts"])
 
 # The default executor of two cores has six threads; calls to a hung engine would use them up.
 THREADS = ThreadPoolExecutor(64)
