@@ -8,10 +8,13 @@ from pydantic import Field, model_validator
 
 from miles.config import Section
 
-GROUP_RELATIVE = ("grpo", "rloo", "reinforce_pp_baseline", "gdpo")
+TURN_CREDIT = ("gigpo", "turn_grpo")
+"""Estimators that need to know the turns of a trajectory."""
+
+GROUP_RELATIVE = ("grpo", "rloo", "reinforce_pp_baseline", "gdpo", *TURN_CREDIT)
 """Estimators whose baseline is the group: a group of one learns nothing."""
 
-_READ_BY = {"gamma": ("gae", "gigpo", "turn_grpo"), "gae_lambda": ("gae",), "whiten": ("gae",)}
+_READ_BY = {"gamma": ("gae", "gigpo", "turn_grpo"), "gae_lambda": ("gae",), "whiten": ("gae",), "turn_weight": ("gigpo",)}
 """Options that one or few estimators read."""
 
 
@@ -30,6 +33,7 @@ class AlgorithmConfig(Section):
         0.95, ge=0, le=1, description="gae: share of each later error that a token is credited with: 0 trusts the critic, 1 the rewards alone"
     )
     whiten: bool = Field(True, description="gae: advantages less their mean, over their standard deviation, over the trained tokens of the batch")
+    turn_weight: float = Field(1.0, ge=0, description="gigpo: weight of a turn's own advantage beside that of the whole trajectory (omega)")
     loss: str = Field("ppo_clip", description="policy loss by name, or a function of yours as module:function")
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_constant"] = Field(
         "token_mean", description="token_mean is DAPO, sequence_mean is GRPO's paper, sequence_sum_constant is Dr.GRPO"

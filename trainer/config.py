@@ -36,7 +36,7 @@ class CriticConfig(OptimizerConfig):
         None, description="where its weights begin: a model directory with the policy's tokenizer, or a reward model of `miles reward`; null: model.path"
     )
     lr: float = Field(1e-5, gt=0, description="peak learning rate")
-    value_clip: float = Field(0.2, gt=0, description="how far a value may move in one step before it stops learning; inf: never")
+    value_clip: float = Field(0.2, gt=0, allow_inf_nan=True, description="how far a value may move in one step before it stops learning; inf: never")
     head_start: int = Field(0, ge=0, description="training steps at the start of the run in which the critic learns and the policy stays as it is")
 
 

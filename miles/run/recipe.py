@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from algorithms.config import GROUP_RELATIVE, AlgorithmConfig
+from algorithms.config import GROUP_RELATIVE, TURN_CREDIT, AlgorithmConfig
 from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PreferenceConfig, RewardModelConfig
 from miles.config import Section
@@ -77,6 +77,10 @@ class RLRecipe(Section):
             raise ValueError(
                 f"rollout.samples_per_prompt = 1 with algorithm.advantages = {self.algorithm.advantages!r}: a group of one has no baseline and learns "
                 "nothing; use at least 2, or algorithm.advantages = 'reinforce_pp' or 'gae'"
+            )
+        if self.algorithm.advantages in TURN_CREDIT:
+            raise ValueError(
+                f"algorithm.advantages = {self.algorithm.advantages!r} gives credit by turns, but a rollout here is one answer and has none: use 'grpo'"
             )
         if self.critic is None and self.algorithm.advantages == "gae":
             raise ValueError("algorithm.advantages = 'gae' needs a critic's values: add a [critic] section (an empty one takes the policy's model)")

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algorithms import registry
-from algorithms.config import GROUP_RELATIVE, AlgorithmConfig
+from algorithms.config import GROUP_RELATIVE, TURN_CREDIT, AlgorithmConfig
 from algorithms.contracts import Rewards
 from tests.algorithms.reward_batches import of_sequences, rewards_over
 
-PER_TOKEN = ("gae",)  # they need more than rewards, and have tests of their own
+PER_TOKEN = ("gae", *TURN_CREDIT)  # they need more than rewards, and have tests of their own
 NAMES = [name for name in registry.advantage_names() if name not in PER_TOKEN]
 SCALED = [n for n in NAMES if n != "rloo"]
 nan = math.nan
@@ -187,7 +187,7 @@ def test_a_constant_added_to_every_reward_changes_nothing(name, seed, group_size
     np.testing.assert_allclose(compute(name, moved), compute(name, once), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", GROUP_RELATIVE)
+@pytest.mark.parametrize("name", [name for name in GROUP_RELATIVE if name not in PER_TOKEN])
 def test_a_group_of_one_teaches_a_group_relative_estimator_nothing(name) -> None:
     assert not compute(name, rewards_of([[1.0], [0.0]])).any()
 

@@ -24,6 +24,7 @@ def turns_of(trajectories: list[Trajectory]) -> Turns:
         reward_K=torch.tensor([reward for *_, reward in flat], dtype=torch.float64),
         sequence_K=torch.tensor([i for i, *_ in flat], dtype=torch.int64),
         group_S=torch.tensor([group for group, _ in trajectories], dtype=torch.int64),
+        total_S=torch.tensor([math.fsum(reward for _, reward in steps) for _, steps in trajectories], dtype=torch.float64),
         states=[state for _, state, _ in flat],
     )
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from algorithms import registry
-from algorithms.config import AlgorithmConfig
+from algorithms.config import TURN_CREDIT, AlgorithmConfig
 from algorithms.contracts import Counts, LossOutput, Rewards, Tokens
 from algorithms.distillation.config import DistillConfig
 from algorithms.kl import penalised
@@ -35,6 +35,7 @@ from trainer.fsdp.optimizer import Optimizer, Update
 from trainer.fsdp.pairs import PairLoss, mismatched
 from trainer.fsdp.scoring import Row, Scorer
 from trainer.fsdp.share import MicroBatch, share
+from trainer.fsdp.turns import require_turns
 from trainer.fsdp.update import take_step
 from weight_sync.contracts import TensorSpec
 
@@ -112,6 +113,8 @@ class FSDPBackend:
         if algorithm is None:
             raise ValueError("this trainer was built without an [algorithm] section: it can do step_sft only")
         batch = Batch(groups, self._trainer.optimizer_steps_per_batch)
+        if algorithm.advantages in TURN_CREDIT:
+            require_turns(batch.samples, algorithm.advantages, states=algorithm.advantages == "gigpo")
         rewards, more = self._penalised(batch)
         if self._critic is not None:
             rewards = replace(rewards, values_N=self._scores(batch.samples, self._critic.score))

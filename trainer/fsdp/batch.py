@@ -12,9 +12,9 @@ from torch import Tensor
 
 from algorithms.contracts import Counts, Covariance, Rewards, masked
 from algorithms.entropy_guard import covariance
-from algorithms.gae import reward_at_the_end
 from algorithms.groups import all_equal
 from miles.data.types import Group, Sample, Status
+from trainer.fsdp.turns import token_credit
 
 
 class Batch:
@@ -35,12 +35,14 @@ class Batch:
         reward_S = torch.tensor([np.nan if s.reward is None else s.reward for s in self.samples], dtype=torch.float64)
         mask_N = torch.from_numpy(_end_to_end([s.loss_mask for s in self.samples], np.bool_))
         sequence_N = torch.arange(len(self.samples)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+        reward_N, turns = token_credit(self.samples, reward_S, mask_N, sequence_N)
         self.rewards = Rewards(
             reward_S=reward_S,
             group_S=torch.from_numpy(group_S.astype(np.int64)),
             mask_N=mask_N,
             sequence_N=sequence_N,
-            reward_N=reward_at_the_end(reward_S, mask_N, sequence_N),
+            reward_N=reward_N,
+            turns=turns,
             parts={name: torch.tensor([s.reward_parts.get(name, np.nan) for s in self.samples], dtype=torch.float64) for name in names},
         )
         shares = np.array_split(np.arange(len(groups)), optimizer_steps)
