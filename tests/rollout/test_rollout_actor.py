@@ -8,13 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miles.core.model.config import ModelConfig
+from miles.data.types import Status
 from rollout import actor as actor_module
 from rollout.actor import GroupResult, GroupTask, RolloutActor, RolloutSpec
-from rollout.config import RewardConfig, RolloutConfig
-from rollout.engines.contracts import EngineError, EngineHealth, Request, SamplingParams
+from rollout.config import RewardConfig, RewardItem, RolloutConfig
+from rollout.engines.contracts import EngineError, EngineHealth, Generation, Request, SamplingParams
 from tests.rollout.groups_for_tests import prompt
 
 
@@ -40,6 +42,28 @@ class Hanging:
         return EngineHealth(ok=not self.broken, weight_version=0, running=0, waiting=0, tokens_generated=0, seconds_busy=0.0)
 
 
+class AbortsTwice(Hanging):
+    """Makes token 10, 11, 12, ... of a response at one version each; every call ends after three of them, the last one by the stop token 18."""
+
+    def __init__(self) -> None:
+        super().__init__(broken=False)
+        self.calls: list[tuple[int, ...]] = []
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        self.calls.append(tuple(len(request.generated) for request in requests))
+        return [self._go_on(request, len(request.generated)) for request in requests]
+
+    def _go_on(self, request: Request, start: int) -> Generation:
+        places = np.arange(start, start + 3)
+        return Generation(
+            request_id=request.request_id,
+            tokens=10 + places,
+            logprobs=-places / 8.0,
+            weight_versions=np.full(3, len(self.calls)),
+            finish="stop" if start == 6 else "abort",
+        )
+
+
 def results(engine: Hanging, model: Path, monkeypatch: pytest.MonkeyPatch) -> list[GroupResult]:
     monkeypatch.setattr(actor_module, "_build_engine", lambda spec: engine)
     spec = RolloutSpec(model=ModelConfig(path=str(model)), rollout=RolloutConfig(), reward=RewardConfig(), log_folder="", name="engine-0")
@@ -61,3 +85,24 @@ def test_a_group_past_its_deadline_is_counted_and_leaves_nothing_in_the_engine(t
 
 def test_an_engine_that_hangs_and_cannot_abort_is_a_dead_engine_and_not_the_end_of_the_run(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r.kind for r in results(Hanging(broken=True), tiny_model, monkeypatch)] == ["engine_died"] * 2
+
+
+def test_a_response_that_was_aborted_twice_is_one_whose_parts_agree(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = AbortsTwice()
+    monkeypatch.setattr(actor_module, "_build_engine", lambda spec: engine)
+    rewards = RewardConfig(functions=[RewardItem(name="length", args={"max_tokens": 100, "buffer": 10})])
+    spec = RolloutSpec(model=ModelConfig(path=str(tiny_model)), rollout=RolloutConfig(), reward=rewards, log_folder="", name="engine-0")
+    task = GroupTask(claim_id=3, prompt=prompt(3), sampling=(SamplingParams(max_new_tokens=20),), timeout_s=10)
+
+    async def run() -> list[GroupResult]:
+        return [result async for result in RolloutActor(spec).run_groups([task])]
+
+    group = asyncio.run(run())[0].group
+    assert group is not None
+    (sample,) = group.samples
+    assert engine.calls == [(0,), (3,), (6,)]
+    assert sample.response_tokens.tolist() == [10, 11, 12, 13, 14, 15, 16, 17, 18]
+    assert sample.logprobs.tolist() == [-i / 8 for i in range(9)]
+    assert sample.weight_versions.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert sample.loss_mask.all()
+    assert sample.status is Status.COMPLETED
