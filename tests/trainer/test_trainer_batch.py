@@ -40,6 +40,13 @@ def test_failed_samples_are_not_trained_but_counted() -> None:
     assert batch.metrics(0)["reward/none"] == 1
 
 
+def test_an_unknown_reward_reaches_the_advantages_as_unknown_and_not_as_zero() -> None:
+    samples = [replace(make_sample(0, i, 3, 2, reward=r), reward_parts={} if r is None else {"a": r}) for i, r in enumerate((1.0, None, 3.0))]
+    rewards = Batch([make_group(0, samples)], 1).rewards
+    assert str(rewards.reward_S.tolist()) == "[1.0, nan, 3.0]"
+    assert str(rewards.parts["a"].tolist()) == "[1.0, nan, 3.0]"
+
+
 def test_groups_with_equal_or_no_rewards_are_counted() -> None:
     rows = [[1.0, 1.0], [0.0, 1.0], [None, None], [0.1 + 0.2, 0.3]]
     groups = [make_group(g, [make_sample(g, i, 3, 2, reward=r) for i, r in enumerate(row)]) for g, row in enumerate(rows)]
