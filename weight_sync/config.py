@@ -12,7 +12,13 @@ from miles.config import Section
 class WeightSyncConfig(Section):
     """How weights reach the engines."""
 
-    transport: Literal["tensor", "broadcast"] = Field("tensor", description="tensor: shared memory, same machine; broadcast: a process group (gloo or NCCL)")
+    transport: Literal["tensor", "broadcast", "delta"] = Field(
+        "tensor",
+        description="tensor: shared memory, same machine; broadcast: a process group (gloo or NCCL); delta: changed bytes through a shared store",
+    )
+    store: str | None = Field(
+        None, description="delta: a path that fsspec knows (folder, s3://, gs://) and that trainer and engines share; null: in the run folder"
+    )
     pause: Literal["abort", "retract", "in_place"] = Field("retract", description="what becomes of running generations during an update")
     bucket_mb: float = Field(64.0, gt=0, description="size of one bucket in MiB")
     verify: Literal["first", "always", "never"] = Field("first", description="when the digest of every tensor is compared on both sides")

@@ -88,6 +88,25 @@ class FromGroup:
 
 
 @dataclass(frozen=True)
+class RecordId:
+    """A record of the `delta` transport's store: its number there, and xxh3 of its manifest, by which no other is taken for it."""
+
+    number: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class FromStore:
+    """Payload of the `delta` transport: `record` of the store at `url` has the bucket's bytes, or how they changed."""
+
+    url: str
+    record: RecordId
+
+
+Payload = SharedMemory | FromGroup | FromStore
+
+
+@dataclass(frozen=True)
 class GroupSpec:
     """A process group of trainer rank 0 (rank 0) and every engine, one member each. `backend` is gloo or nccl."""
 
@@ -115,7 +134,7 @@ class WeightReceiver(Protocol):
         """Check the manifest against the model and get ready. Raises WeightSyncError naming the first tensor that does not fit."""
         ...
 
-    def weights_receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
+    def weights_receive(self, bucket: Bucket, payload: Payload) -> None:
         """Take one bucket: staged beside the served weights (torch) or loaded in place with the old ones retained (SGLang)."""
         ...
 

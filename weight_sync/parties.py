@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from weight_sync.contracts import Manifest, WeightSyncError
@@ -31,16 +32,25 @@ class Engines(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What a transport sent: xxh3 of every tensor by name, or {} where none was asked for, and the bytes that left the trainer."""
+
+    digests: dict[str, str]
+    bytes: int
+
+
 class Transport(Protocol):
     """Moves the bytes of one update. A new transport implements these three and gets a line in `transports/registry.py`."""
 
-    async def setup(self, engine_ids: Sequence[int]) -> None:
-        """Be ready to send to exactly these engines. Called before every update; cheap when nothing changed."""
+    async def setup(self, engine_ids: Sequence[int], manifest: Manifest) -> None:
+        """Be ready to send `manifest` to exactly these engines, and do what needs no engine: they still generate. Called before every
+        update; cheap when nothing changed."""
         ...
 
-    async def send(self, manifest: Manifest, digests: bool) -> dict[str, str]:
-        """Gather every bucket on the trainer and have every engine receive it (`weights_receive`). Returns the digest of every tensor
-        the trainer sent, or {} without `digests`. Raises at the first engine or rank that fails, without waiting for the others."""
+    async def send(self, manifest: Manifest, digests: bool) -> Sent:
+        """Gather every bucket on the trainer and have every engine receive it (`weights_receive`). Raises at the first engine or rank
+        that fails, without waiting for the others."""
         ...
 
     async def close(self) -> None:

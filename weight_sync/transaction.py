@@ -8,20 +8,19 @@ commit, resume                                            any failure here: that
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weight_sync.buckets import export_bytes, plan
+from weight_sync.buckets import plan
 from weight_sync.config import WeightSyncConfig
 from weight_sync.contracts import Manifest, WeightSyncError
 from weight_sync.digests import fingerprint
 from weight_sync.gather import export_specs
 from weight_sync.journal import Entry, Journal
-from weight_sync.parties import Engines, Trainer, call_all, call_each, call_trainer, reason
+from weight_sync.parties import Engines, Sent, Trainer, call_all, call_each, call_trainer, reason
 from weight_sync.transports.registry import make_transport
 
 
@@ -30,7 +29,7 @@ class PublishResult:
     """What an update did.
 
     Attributes:
-        seconds: wall clock of the whole update. bytes: the export's size, sent to every engine.
+        seconds: wall clock of the whole update. bytes: what left the trainer, once however many engines took it.
         digests_compared: tensors times engines whose bytes were compared with the trainer's.
         dead: engines that did not commit, with the reason. They are in an unknown state: replace them, then `catch_up`.
     """
@@ -71,7 +70,7 @@ class WeightSync:
         self._trainer = trainer
         self._engines = engines
         self._journal = Journal(journal_path)
-        self._transport = make_transport(config, trainer, engines, prefix=run_prefix(journal_path), address=address, backend=backend)
+        self._transport = make_transport(config, trainer, engines, journal=journal_path, address=address, backend=backend)
         self._verified: set[int] = set()
         self._lock = asyncio.Lock()
 
@@ -138,14 +137,14 @@ class WeightSync:
         manifest = await self._manifest(version)
         paused = False
         try:
-            await self._transport.setup(engine_ids)
+            await self._transport.setup(engine_ids, manifest)
             paused = True
             await self._on_all(engine_ids, "pause", self._config.pause)
             await self._on_all(engine_ids, "weights_begin", manifest)
             sent = await self._transport.send(manifest, self._config.verify != "never")
-            compared = await self._compare(engine_ids, sent)
+            compared = await self._compare(engine_ids, sent.digests)
             if joining:
-                self._check_still_published(version, sent)
+                self._check_still_published(version, sent.digests)
             else:
                 self._journal.append(self._entry(manifest, sent, engine_ids))
         except Exception as error:
@@ -160,7 +159,7 @@ class WeightSync:
         self._verified -= set(dead)
         if dead:
             await self._transport.close()
-        return PublishResult(version=version, seconds=time.monotonic() - started, bytes=export_bytes(manifest), digests_compared=compared, dead=dead)
+        return PublishResult(version=version, seconds=time.monotonic() - started, bytes=sent.bytes, digests_compared=compared, dead=dead)
 
     async def _manifest(self, version: int) -> Manifest:
         exports = await call_trainer(self._trainer, self._config.timeout_s, export_specs)
@@ -192,12 +191,12 @@ class WeightSync:
                 f"the trainer's weights are no longer those published as version {version} (fingerprint {fingerprint(sent)}, journal {published})"
             )
 
-    def _entry(self, manifest: Manifest, sent: dict[str, str], engine_ids: tuple[int, ...]) -> Entry:
+    def _entry(self, manifest: Manifest, sent: Sent, engine_ids: tuple[int, ...]) -> Entry:
         return Entry(
             version=manifest.version,
             kind="publish",
-            fingerprint=fingerprint(sent) if sent else "",
-            bytes=export_bytes(manifest),
+            fingerprint=fingerprint(sent.digests) if sent.digests else "",
+            bytes=sent.bytes,
             tensors=len(manifest.tensors),
             engines=engine_ids,
         )
@@ -221,8 +220,3 @@ class WeightSync:
     async def _failures(self, engine_ids: Sequence[int], method: str, *args: object) -> dict[int, str]:
         results = await call_each(self._engines, engine_ids, self._config.timeout_s, method, *args)
         return {i: f"{method}: {reason(r)}" for i, r in results.items() if isinstance(r, BaseException)}
-
-
-def run_prefix(journal_path: Path) -> str:
-    """How this run's files and groups are called: one that is started again finds its own leftovers by it, and no other run's."""
-    return "miles-weights-" + hashlib.sha256(str(journal_path.absolute()).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ from rollout.engines.sglang_args import model_facts, server_arguments, server_en
 from rollout.engines.sglang_server import SGLangServer
 from rollout.engines.sglang_weights import SGLangWeights
 from rollout.engines.sglang_wire import check_request, generation, request_body
-from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, SharedMemory
+from weight_sync.contracts import Bucket, GroupSpec, Manifest, Payload
 
 HEALTH_DEADLINE_S = 10.0
 ABORT_INTERVAL_S = 0.02
@@ -203,7 +203,7 @@ class SGLangEngine:
             self._own_pause = True
         self._weights.begin(manifest)
 
-    def weights_receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
+    def weights_receive(self, bucket: Bucket, payload: Payload) -> None:
         self._weights.receive(bucket, payload)
 
     def weights_prepared(self, digests: bool) -> dict[str, str]:

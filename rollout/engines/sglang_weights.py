@@ -26,10 +26,11 @@ from rollout.engines.sglang_manifest import TIED_HEAD, stored_specs
 from rollout.engines.sglang_served import check_served
 from rollout.engines.sglang_server import SGLangServer
 from weight_sync.buckets import export_bytes
-from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, SharedMemory, TensorSpec, WeightSyncError
+from weight_sync.contracts import Bucket, FromStore, GroupSpec, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
 from weight_sync.digests import digest
 from weight_sync.manifest import check_manifest
 from weight_sync.transports.broadcast import BroadcastGroup, join
+from weight_sync.transports.delta import DeltaReader
 from weight_sync.transports.shared_memory import read_bucket
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class SGLangWeights:
         self._ranks = ranks
         self._specs: dict[str, TensorSpec] | None = None
         self._group: BroadcastGroup | None = None
+        self._delta = DeltaReader()
         self._retained: Stored | None = None  # None: the model directory itself
         self._manifest: Manifest | None = None
         self._incoming: Stored = []
@@ -90,7 +92,7 @@ class SGLangWeights:
         self._updates += 1
         self._begin_session()
 
-    def receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
+    def receive(self, bucket: Bucket, payload: Payload) -> None:
         with self._lock:
             self._receive(bucket, payload)
 
@@ -121,6 +123,7 @@ class SGLangWeights:
         self.version = version
         self.commits += 1
         self._manifest = None
+        self._delta.commit()
 
     def abort(self) -> None:
         """Load the retained weights again. Does nothing when no update was begun."""
@@ -134,6 +137,7 @@ class SGLangWeights:
             _remove(self._incoming)
             self._incoming = []
             self._manifest = None
+            self._delta.abort()
 
     def reload(self) -> None:
         """Load the retained weights into the server."""
@@ -145,13 +149,15 @@ class SGLangWeights:
             self._load(bucket, file)
         self._end_session()
 
-    def _receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
+    def _receive(self, bucket: Bucket, payload: Payload) -> None:
         if self._manifest is None or bucket not in self._manifest.buckets:
             raise WeightSyncError(f"{self._server.name}: bucket {bucket.index} is not part of the update that was begun")
         path = self._folder() / f"weights-{self._updates}-{bucket.index}"
         if isinstance(payload, SharedMemory):
             read_bucket(bucket, payload)  # refuses a file that is not there or too short
             _link(Path(payload.path), path)
+        elif isinstance(payload, FromStore):
+            _write(path, self._delta.read(bucket, payload, self._held().__getitem__))
         else:
             self._receive_to(path, bucket)
         mine = SharedMemory(str(path), path.stat().st_size)
@@ -176,13 +182,21 @@ class SGLangWeights:
     def _receive_to(self, path: Path, bucket: Bucket) -> None:
         if self._group is None:
             raise WeightSyncError(f"{self._server.name}: bucket {bucket.index} comes by broadcast, but weights_join was not called")
-        with path.open("wb") as file:
-            for tensor in self._group.receive(bucket).values():
-                file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        _write(path, self._group.receive(bucket))
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """What is retained of the version that is served."""
+        return {name: tensor for bucket, file in self._retained or [] for name, tensor in read_bucket(bucket, file).items()}
 
     def _folder(self) -> Path:
         assert self._server.scratch is not None, "start the engine first"
         return self._server.scratch
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with path.open("wb") as file:
+        for tensor in tensors.values():
+            file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _link(source: Path, target: Path) -> None:

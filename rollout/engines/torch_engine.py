@@ -27,7 +27,7 @@ from miles.core.model.packed import output_head
 from rollout.engines.contracts import EngineError, EngineHealth, Generation, PauseMode, Request
 from rollout.engines.torch_batch import Row, RunningBatch
 from rollout.engines.torch_weights import StagedWeights
-from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, SharedMemory, TensorSpec
+from weight_sync.contracts import Bucket, GroupSpec, Manifest, Payload, TensorSpec
 
 _TAGS = frozenset({"weights", "kv_cache"})
 
@@ -145,7 +145,7 @@ class TorchEngine:
         """See `WeightReceiver.weights_begin`. Generation goes on with the old weights unless `pause` was called."""
         self._weights.begin(manifest)
 
-    def weights_receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
+    def weights_receive(self, bucket: Bucket, payload: Payload) -> None:
         self._weights.receive(bucket, payload)
 
     def weights_prepared(self, digests: bool) -> dict[str, str]:

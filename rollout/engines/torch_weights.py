@@ -7,10 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, SharedMemory, TensorSpec, WeightSyncError
+from weight_sync.contracts import Bucket, FromStore, GroupSpec, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
 from weight_sync.digests import digest
 from weight_sync.manifest import check_manifest
 from weight_sync.transports.broadcast import BroadcastGroup, join
+from weight_sync.transports.delta import DeltaReader
 from weight_sync.transports.shared_memory import read_bucket
 
 
@@ -20,12 +21,11 @@ class StagedWeights:
     def __init__(self, model: PreTrainedModel, version: int):
         self.version = version
         self._model = model
-        self.specs = {
-            name: _spec(name, part) for own_name, own in _own_tensors(model).items() for name, part in _as_in_checkpoint(model, own_name, own).items()
-        }
+        self.specs = {name: _spec(name, part) for name, part in self._held().items()}
         self._manifest: Manifest | None = None
         self._staged: dict[str, Tensor] = {}
         self._group: BroadcastGroup | None = None
+        self._delta = DeltaReader()
 
     def join(self, group: GroupSpec, rank: int) -> None:
         self.leave()
@@ -43,7 +43,7 @@ class StagedWeights:
         check_manifest(manifest, self.specs, "torch engine")
         self._manifest, self._staged = manifest, {}
 
-    def receive(self, bucket: Bucket, payload: SharedMemory | FromGroup) -> None:
+    def receive(self, bucket: Bucket, payload: Payload) -> None:
         """Copies, so that the sender's memory is free again when this returns."""
         if self._manifest is None or bucket not in self._manifest.buckets:
             raise WeightSyncError(f"torch engine: bucket {bucket.index} does not belong to an update that has begun")
@@ -51,6 +51,8 @@ class StagedWeights:
         staged = self._staged
         if isinstance(payload, SharedMemory):
             staged.update((name, tensor.clone()) for name, tensor in read_bucket(bucket, payload).items())
+        elif isinstance(payload, FromStore):
+            staged.update(self._delta.read(bucket, payload, self._held().__getitem__))
         elif self._group is None:
             raise WeightSyncError(f"torch engine: bucket {bucket.index} comes by broadcast, but no group was joined")
         else:
@@ -76,11 +78,17 @@ class StagedWeights:
                 _write(self._model, name, own, self._staged)
         self.version = version
         self._manifest, self._staged = None, {}
+        self._delta.commit()
         return True
 
     def abort(self) -> None:
         self._manifest, self._staged = None, {}
+        self._delta.abort()
         self.leave()
+
+    def _held(self) -> dict[str, Tensor]:
+        """What is served, as the checkpoint has it."""
+        return {name: part for own_name, own in _own_tensors(self._model).items() for name, part in _as_in_checkpoint(self._model, own_name, own).items()}
 
 
 def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from weight_sync.contracts import Manifest, TensorSpec, WeightSyncError
 from weight_sync.gather import export_specs
 from weight_sync.transaction import WeightSync
 
-TRANSPORTS = ["tensor", "broadcast"]
+TRANSPORTS = ["tensor", "broadcast", "delta"]
 
 
 @pytest.fixture(autouse=True)

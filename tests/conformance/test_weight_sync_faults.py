@@ -20,7 +20,7 @@ from weight_sync.contracts import SharedMemory, WeightSyncError
 from weight_sync.journal import Journal
 from weight_sync.transaction import UpdateAborted, WeightSync
 
-TRANSPORTS = ["tensor", "broadcast"]
+TRANSPORTS = ["tensor", "broadcast", "delta"]
 BEFORE_THE_JOURNAL = ["pause", "weights_begin", "weights_receive", "weights_prepared"]
 
 

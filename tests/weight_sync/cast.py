@@ -9,7 +9,8 @@ from typing import Any
 from tests.weight_sync.parts import Engine, Rank, export_shas, move_weights
 from tests.weight_sync.processes import EngineProcesses, Process, TrainerProcesses
 from weight_sync.config import WeightSyncConfig
-from weight_sync.transaction import PublishResult, WeightSync, run_prefix
+from weight_sync.transaction import PublishResult, WeightSync
+from weight_sync.transports.registry import run_prefix
 from weight_sync.transports.tensor_transport import FOLDER
 
 

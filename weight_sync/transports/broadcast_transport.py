@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weight_sync.buckets import export_bytes
 from weight_sync.contracts import Bucket, FromGroup, GroupSpec, Manifest, WeightSource, WeightSyncError
 from weight_sync.gather import gather_bucket, skip_bucket
 from weight_sync.layout import torch_dtype, views
-from weight_sync.parties import Engines, Trainer, call_one, call_trainer, causes, failures, take_as_consequences
+from weight_sync.parties import Engines, Sent, Trainer, call_one, call_trainer, causes, failures, take_as_consequences
 from weight_sync.transports.broadcast import BroadcastGroup, Listener, MemberLeft, join
 
 GRACE_S = 2.0
@@ -41,7 +42,7 @@ class BroadcastTransport:
         self._in_flight: asyncio.Task[list[Any]] | None = None
         self._received: dict[int, int] = {}  # buckets by engine, to say who is late
 
-    async def setup(self, engine_ids: Sequence[int]) -> None:
+    async def setup(self, engine_ids: Sequence[int], manifest: Manifest) -> None:
         if self._group is not None and self._engine_ids == tuple(engine_ids):
             return
         await self.close()
@@ -56,12 +57,13 @@ class BroadcastTransport:
             [call_one(self._engines, engine_id, self._timeout_s, "weights_join", group, rank) for rank, engine_id in enumerate(engine_ids, 1)],
         )
 
-    async def send(self, manifest: Manifest, digests: bool) -> dict[str, str]:
+    async def send(self, manifest: Manifest, digests: bool) -> Sent:
         assert self._group is not None
         self._received = dict.fromkeys(self._engine_ids, 0)
         receivers = [self._receive_all(engine_id, manifest) for engine_id in self._engine_ids]
         try:
-            return (await self._together(send_buckets, (self._group, manifest.buckets, digests), receivers))[0]
+            found = (await self._together(send_buckets, (self._group, manifest.buckets, digests), receivers))[0]
+            return Sent(found, export_bytes(manifest))
         except WeightSyncError as error:
             last = min(self._received, key=lambda engine_id: self._received[engine_id])
             raise WeightSyncError(f"{error}; furthest behind was engine {last} with {self._received[last]} of {len(manifest.buckets)} buckets") from error

@@ -1,7 +1,7 @@
 """The `tensor` transport's payload: a bucket's bytes in a file under /dev/shm that both sides map.
 
 The sender copies each gathered tensor once, into the mapped file; the receiver reads that same memory. This module is what
-the receiver needs; the sender's side is `shared_memory_sender.py`.
+the receiver needs; the sender's side is `tensor_transport.py`.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from weight_sync.buckets import export_bytes
 from weight_sync.contracts import Bucket, Manifest, SharedMemory, WeightSource, WeightSyncError
 from weight_sync.gather import gather_bucket
 from weight_sync.layout import nbytes, torch_dtype, views
-from weight_sync.parties import Engines, Trainer, call_all, call_trainer, until_first_failure
+from weight_sync.parties import Engines, Sent, Trainer, call_all, call_trainer, until_first_failure
 
 FOLDER = Path("/dev/shm")
 
@@ -36,14 +37,14 @@ class TensorTransport:
         self._clean = False
         self._attempt = 0
 
-    async def setup(self, engine_ids: Sequence[int]) -> None:
+    async def setup(self, engine_ids: Sequence[int], manifest: Manifest) -> None:
         self._engine_ids = tuple(engine_ids)
         if not self._clean:
             # What an earlier driver or rank of this run left behind when it died.
             await call_trainer(self._trainer, self._timeout_s, remove_files, self._prefix)
             self._clean = True
 
-    async def send(self, manifest: Manifest, digests: bool) -> dict[str, str]:
+    async def send(self, manifest: Manifest, digests: bool) -> Sent:
         self._clean = False
         self._attempt += 1  # no file name twice: an engine that is late with an earlier attempt must not find this one's bytes
         await call_trainer(self._trainer, self._timeout_s, check_room, max(map(nbytes, manifest.buckets)), len(manifest.buckets))
@@ -64,7 +65,7 @@ class TensorTransport:
                 task.cancel()
         await call_trainer(self._trainer, self._timeout_s, remove_files, self._prefix)
         self._clean = True
-        return found
+        return Sent(found, export_bytes(manifest))
 
     async def close(self) -> None:
         """Remove the files: through the trainer, and from here as well, which is the same machine unless the driver stands apart."""
