@@ -74,6 +74,11 @@ def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: s
     return terms
 
 
+def transport_terms(model: ModelConfig, transport: str, count: int) -> dict[str, int]:
+    """MiB by reason."""
+    return {"the export that the next one is compared with": _mib(count * _BYTES[model.dtype])} if transport == "delta" else {}
+
+
 def _mib(size: int) -> int:
     return math.ceil(size / MIB)
 

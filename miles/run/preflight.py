@@ -17,6 +17,9 @@ from miles.tracking.config import TrackingConfig
 from miles.tracking.wandb_sink import has_key
 from rollout.config import RolloutConfig
 from rollout.rewards.registry import resolve
+from weight_sync.config import WeightSyncConfig
+from weight_sync.contracts import WeightSyncError
+from weight_sync.transports.delta_store import WeightStore
 
 S = TypeVar("S", SFTRecipe, PreferenceRecipe, RewardModelRecipe)
 _SLICE = re.compile(r"@\[[^\]]*\]$")
@@ -39,6 +42,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
         if name not in rewards:
             raise ConfigError(f"algorithm.part_weights has {name!r}, which is no reward function of this recipe{nearest(name, rewards)}")
     _check_engine(recipe.rollout)
+    _check_store(recipe.weight_sync)
     _check_tracking(recipe.tracking)
     engines = f"{recipe.rollout.engines} engines x {recipe.rollout.threads} threads"
     ranks = f"{recipe.trainer.ranks} trainer ranks x {recipe.trainer.threads} threads"
@@ -51,6 +55,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
         critic = count if recipe.critic.path is None else footprint.parameters(Path(recipe.critic.path))
         terms |= footprint.critic_terms(critic, recipe.trainer)
     terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
+    terms |= footprint.transport_terms(recipe.model, recipe.weight_sync.transport, count)
     shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count)
     _check_cluster(recipe.cluster, f"{engines} + {ranks}", cpus, terms, shared)
 
@@ -124,6 +129,17 @@ def _check_data(key: str, paths: list[str]) -> None:
 def _check_engine(rollout: RolloutConfig) -> None:
     if rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
         raise ConfigError("rollout.engine = 'sglang', but SGLang is not installed: run `bash scripts/install --test`, or use rollout.engine=torch")
+
+
+def _check_store(weight_sync: WeightSyncConfig) -> None:
+    if weight_sync.store is None:
+        return
+    if weight_sync.transport != "delta":
+        raise ConfigError(f"weight_sync.store = {weight_sync.store!r} with transport = {weight_sync.transport!r}, which has no store: use transport = 'delta'")
+    try:
+        WeightStore(weight_sync.store).numbers()
+    except (WeightSyncError, OSError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_tracking(tracking: TrackingConfig) -> None:

@@ -161,7 +161,8 @@ class SGLangWeights:
         else:
             self._receive_to(path, bucket)
         mine = SharedMemory(str(path), path.stat().st_size)
-        self._incoming.append((bucket, mine))
+        # A bucket that comes once more takes the place of the first.
+        self._incoming = [(b, file) for b, file in self._incoming if b.index != bucket.index] + [(bucket, mine)]
         self._load(bucket, mine)
 
     def _begin_session(self) -> None:

@@ -165,6 +165,17 @@ def test_an_update_is_in_shared_memory_whole_and_sglang_keeps_the_one_before(opt
     assert sum(terms.values()) == needed
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["weight_sync.transport=delta", "weight_sync.store=nothing://here"], "weight_sync.store = 'nothing://here' cannot be opened"),
+        (["weight_sync.store=weights"], "weight_sync.store = 'weights' with transport = 'tensor', which has no store"),
+    ],
+)
+def test_a_weight_store_that_cannot_be_used_is_refused(recipe, options, message):
+    assert message in refused(recipe(*options))
+
+
 def test_wandb_online_without_a_key_is_refused(recipe, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tests.weight_sync.parts import Engine, Rank, export_shas, move_weights
+from tests.weight_sync.parts import Engine, Rank, export_shas, move_weights, step_weights
 from tests.weight_sync.processes import EngineProcesses, Process, TrainerProcesses
 from weight_sync.config import WeightSyncConfig
 from weight_sync.transaction import PublishResult, WeightSync
@@ -45,6 +45,11 @@ class Cast:
         """Other weights on the trainer; returns the sha256 of every tensor it would export."""
         asyncio.run(self.trainer.run_on_ranks(move_weights, 0.99))
         return asyncio.run(self.trainer.run_on_ranks(export_shas, self.dtype))[0]
+
+    async def nudge(self, step: float) -> dict[str, str]:
+        """A step of size `step` on every weight; returns the sha256 of every tensor that the trainer would export."""
+        await self.trainer.run_on_ranks(step_weights, step)
+        return (await self.trainer.run_on_ranks(export_shas, self.dtype))[0]
 
     def held(self) -> dict[int, dict[str, str]]:
         """The sha256 of every tensor that each living engine serves."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401 (the fork server imports this module: its children need not)
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from miles.core.model.config import ModelConfig
 from rollout.engines.contracts import Request, SamplingParams
@@ -48,6 +49,14 @@ def move_weights(backend: FSDPBackend, rank: int, factor: float) -> None:
     with torch.no_grad():
         for parameter in backend.model.parameters():
             parameter.mul_(factor).add_(1e-3)
+
+
+def step_weights(backend: FSDPBackend, rank: int, step: float) -> None:
+    """What an optimizer's step of that size does: every weight moves by at most `step`."""
+    with torch.no_grad():
+        for number, parameter in enumerate(backend.model.parameters()):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.add_(torch.randn(local.shape, generator=torch.Generator().manual_seed(number)).sign(), alpha=step)
 
 
 def export_shas(backend: FSDPBackend, rank: int, dtype: str) -> dict[str, str]:

@@ -9,10 +9,10 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from weight_sync.contracts import Bucket, FromStore, RecordId, TensorSpec, WeightSyncError
+from weight_sync.contracts import Bucket, FromStore, RecordId, TensorSpec
 from weight_sync.layout import torch_dtype
 from weight_sync.transports.delta_codec import decode
-from weight_sync.transports.delta_store import Record, WeightStore
+from weight_sync.transports.delta_store import BrokenChain, Record, WeightStore
 
 Held = Callable[[str], torch.Tensor]
 """A served tensor by its name in the checkpoint."""
@@ -34,7 +34,7 @@ class DeltaReader:
         """The bucket's tensors at the announced record.
 
         Raises:
-            WeightSyncError: a record is missing or damaged, is of other tensors, or does not give the bytes that were announced.
+            BrokenChain: a record is missing or damaged, is of other tensors, or does not give the bytes that were announced.
         """
         self._incoming = payload.record
         store = WeightStore(payload.url)
@@ -46,7 +46,7 @@ class DeltaReader:
             chain = _chain(store, payload.record, None, bucket)
         tensors = _apply(store, chain, bucket, [None] * len(bucket.tensors))
         if wrong := _wrong(tensors, chain[-1][1], bucket):
-            raise WeightSyncError(f"record {payload.record.number} of {payload.url!r} does not give tensor {wrong[0]!r} the bytes that its manifest promises")
+            raise BrokenChain(f"record {payload.record.number} of {payload.url!r} does not give tensor {wrong[0]!r} the bytes that its manifest promises")
         return _named(tensors, bucket)
 
     def commit(self) -> None:
@@ -64,7 +64,7 @@ def _chain(store: WeightStore, target: RecordId, held: RecordId | None, bucket: 
     while record_id is not None and record_id != held:
         record = store.record(record_id)
         if not record.covers(bucket):
-            raise WeightSyncError(f"record {record_id.number} of {store.url!r} is of other tensors than bucket {bucket.index}, {bucket.tensors[0].name!r} ...")
+            raise BrokenChain(f"record {record_id.number} of {store.url!r} is of other tensors than bucket {bucket.index}, {bucket.tensors[0].name!r} ...")
         chain.insert(0, (record_id.number, record))
         record_id = record.base
     if not chain:  # the announced record is the one that is held: its own changes are none
@@ -72,9 +72,7 @@ def _chain(store: WeightStore, target: RecordId, held: RecordId | None, bucket: 
     return chain
 
 
-def _apply(
-    store: WeightStore, chain: list[tuple[int, Record]], bucket: Bucket, tensors: list[NDArray[np.uint8]] | list[None]
-) -> list[NDArray[np.uint8]]:
+def _apply(store: WeightStore, chain: list[tuple[int, Record]], bucket: Bucket, tensors: list[NDArray[np.uint8]] | list[None]) -> list[NDArray[np.uint8]]:
     itemsize = torch_dtype(bucket).itemsize
     current: list[NDArray[np.uint8] | None] = list(tensors)
     for number, record in chain:
@@ -82,13 +80,13 @@ def _apply(
             try:
                 current[place] = decode(entry.encoding, blob, current[place], entry.spec.numel, itemsize)
             except ValueError as error:
-                raise WeightSyncError(f"record {number} of {store.url!r}, tensor {entry.spec.name!r}: {error}") from error
+                raise BrokenChain(f"record {number} of {store.url!r}, tensor {entry.spec.name!r}: {error}") from error
     return [tensor for tensor in current if tensor is not None]
 
 
 def _wrong(tensors: list[NDArray[np.uint8]], record: Record, bucket: Bucket) -> list[str]:
     entries = record.entries[bucket.index]
-    return [entry.spec.name for entry, flat in zip(entries, tensors, strict=True) if xxhash.xxh3_64_hexdigest(flat) != entry.xxh3]
+    return [entry.spec.name for entry, flat in zip(entries, tensors, strict=True) if xxhash.xxh3_64_hexdigest(flat.data) != entry.xxh3]
 
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -22,6 +22,10 @@ from weight_sync.contracts import Bucket, RecordId, TensorSpec, WeightSyncError
 from weight_sync.transports.delta_codec import Encoding
 
 
+class BrokenChain(WeightSyncError):
+    """A record, or one that it is based on, is missing, damaged or not what it says: a snapshot mends that."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a bucket file: `nbytes` encoded bytes, which decode to a tensor whose bytes have the digest `xxh3`."""
@@ -81,11 +85,11 @@ class WeightStore:
         return RecordId(number, xxhash.xxh3_64_hexdigest(content))
 
     def record(self, record_id: RecordId) -> Record:
-        """Raises WeightSyncError when the manifest is not there or is another one."""
+        """Raises BrokenChain when the manifest is not there or is another one."""
         return _parse(self._read(f"{record_id.number:08}/manifest.json", record_id.xxh3))
 
     def bucket(self, number: int, record: Record, index: int) -> list[bytes]:
-        """Each tensor's encoded bytes. Raises WeightSyncError when the file is not there or has other bytes than the manifest says."""
+        """Each tensor's encoded bytes. Raises BrokenChain when the file is not there or has other bytes than the manifest says."""
         content = self._read(f"{number:08}/bucket-{index}", record.files[index])
         blobs, start = [], 0
         for entry in record.entries[index]:
@@ -109,10 +113,10 @@ class WeightStore:
         try:
             content: bytes = self._files.cat_file(f"{self._root}/{name}")
         except OSError as error:
-            raise WeightSyncError(f"cannot read {name} of weight_sync.store = {self.url!r}, which trainer and engines must share: {error}") from error
+            raise BrokenChain(f"cannot read {name} of weight_sync.store = {self.url!r}, which trainer and engines must share: {error}") from error
         found = xxhash.xxh3_64_hexdigest(content)
         if found != xxh3:
-            raise WeightSyncError(f"{name} of weight_sync.store = {self.url!r} has digest {found}, not {xxh3}: it is damaged, incomplete or another run's")
+            raise BrokenChain(f"{name} of weight_sync.store = {self.url!r} has digest {found}, not {xxh3}: it is damaged, incomplete or another run's")
         return content
 
 

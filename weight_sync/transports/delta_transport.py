@@ -7,6 +7,7 @@ last record in memory (one copy of the weights as they are exported, on the CPU)
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weight_sync.contracts import Bucket, FromStore, Manifest, RecordId, WeightSource
+from weight_sync.contracts import Bucket, FromStore, Manifest, RecordId, WeightSource, WeightSyncError
 from weight_sync.digests import digest
 from weight_sync.gather import gather_bucket, skip_bucket
 from weight_sync.layout import nbytes, torch_dtype, views
-from weight_sync.parties import Engines, Sent, Trainer, call_all, call_trainer
+from weight_sync.parties import Engines, Sent, Trainer, call_all, call_trainer, causes
 from weight_sync.transports.delta_codec import encode
-from weight_sync.transports.delta_store import Entry, Record, WeightStore
+from weight_sync.transports.delta_store import BrokenChain, Entry, Record, WeightStore
+
+logger = logging.getLogger(__name__)
 
 
 class DeltaTransport:
@@ -42,14 +45,19 @@ class DeltaTransport:
 
     async def setup(self, engine_ids: Sequence[int], manifest: Manifest) -> None:
         self._engine_ids = tuple(engine_ids)
-        self._writing = asyncio.ensure_future(call_trainer(self._trainer, self._timeout_s, write_record, self._url, manifest))
-        self._written = (await asyncio.shield(self._writing))[0]
+        self._written = await self._write(manifest, snapshot=False)
 
     async def send(self, manifest: Manifest, digests: bool) -> Sent:
         written = self._written
         assert written is not None, "setup comes first"
-        for bucket in manifest.buckets:
-            await call_all(self._engines, self._engine_ids, self._timeout_s, "weights_receive", bucket, FromStore(self._url, written.record))
+        try:
+            await self._receive(manifest, written.record)
+        except WeightSyncError as error:
+            if not any(isinstance(cause, BrokenChain) for cause in causes(error)):
+                raise
+            logger.warning("the weights are written in full again: %s", error)
+            written = await self._write(manifest, snapshot=True)
+            await self._receive(manifest, written.record)
         return Sent(written.digests if digests else {}, written.nbytes)
 
     async def close(self) -> None:
@@ -57,6 +65,15 @@ class DeltaTransport:
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=self._timeout_s)
             self._writing = None
+
+    async def _write(self, manifest: Manifest, *, snapshot: bool) -> Written:
+        self._writing = asyncio.ensure_future(call_trainer(self._trainer, self._timeout_s, write_record, self._url, manifest, snapshot))
+        written: Written = (await asyncio.shield(self._writing))[0]
+        return written
+
+    async def _receive(self, manifest: Manifest, record: RecordId) -> None:
+        for bucket in manifest.buckets:
+            await call_all(self._engines, self._engine_ids, self._timeout_s, "weights_receive", bucket, FromStore(self._url, record))
 
 
 @dataclass
@@ -82,15 +99,16 @@ class Written:
 _shadows: dict[str, _Shadow] = {}
 
 
-def write_record(backend: WeightSource, rank: int, url: str, manifest: Manifest) -> Written | None:
-    """Gather the export bucket by bucket and write the next record. Collective; rank 0 writes and returns what it wrote."""
+def write_record(backend: WeightSource, rank: int, url: str, manifest: Manifest, snapshot: bool) -> Written | None:
+    """Gather the export bucket by bucket and write the next record, in full where that is asked for or there is nothing to compare with.
+    Collective; rank 0 writes and returns what it wrote."""
     if rank != 0:
         for bucket in manifest.buckets:
             skip_bucket(backend, bucket)
         return None
     # A record that is not finished leaves nothing to compare with: the next one is a snapshot.
     shadow = _shadows.pop(url, None)
-    if shadow is not None and (shadow.manifest != manifest.buckets or shadow.since >= shadow.snapshot_bytes):
+    if shadow is not None and (snapshot or shadow.manifest != manifest.buckets or shadow.since >= shadow.snapshot_bytes):
         shadow = None
     store = WeightStore(url)
     number = max(store.numbers(), default=0) + 1
