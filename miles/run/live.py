@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
@@ -32,6 +37,8 @@ SHOWN = {
     "eval/greedy": "eval greedy",
     "eval/distill_kl": "eval kl to teacher",
 }
+logger = logging.getLogger(__name__)
+
 PHASES = "seconds/"
 LINE_EVERY_S = 5.0  # between plain lines
 
@@ -49,6 +56,7 @@ class Live:
         self._console = Console(file=self._stream, highlight=False)
         self._values: dict[str, float] = {}
         self._live: RichLive | None = None
+        self._closed = False
         self._last_line = -math.inf
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
@@ -69,18 +77,34 @@ class Live:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
-            self._live.update(self._render())
-            self._live.stop()
+            with self._watched():
+                self._live.update(self._render())
+                self._live.stop()
             self._live = None
 
     def update(self, version: int, metrics: dict[str, float]) -> None:
+        """Show a step. Whoever reads the output may leave (`| head`, a closed terminal, a full disk): that is said once, and the run goes on."""
         self._values |= metrics
         self._bar.update(self._task, completed=version)
-        if self._live is not None:
-            self._live.update(self._render())
-        elif version <= 1 or version >= self._steps or time.monotonic() - self._last_line >= LINE_EVERY_S:
-            self._last_line = time.monotonic()
-            print(self._line(version), file=self._stream, flush=True)
+        if self._closed:
+            return
+        with self._watched():
+            if self._live is not None:
+                self._live.update(self._render())
+            elif version <= 1 or version >= self._steps or time.monotonic() - self._last_line >= LINE_EVERY_S:
+                self._last_line = time.monotonic()
+                print(self._line(version), file=self._stream, flush=True)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._closed = True
+            # What is left in the stream's buffer would fail once more, at the exit of the process.
+            with Path(os.devnull).open("w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            logger.warning("nothing is shown from here on (%s); the run goes on, and its folder has every record", error.strerror)
 
     def _line(self, version: int) -> str:
         parts = [f"{label} {_number(self._values[name])}" for name, label in SHOWN.items() if name in self._values]

@@ -15,6 +15,8 @@ from miles.tracking.tracker import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = "not there"
+
 
 def first_step(recipe: RLRecipe | SupervisedRecipe, checkpoints: CheckpointStore, fingerprint: str) -> int | None:
     """The first step that the resumed run records; None where there is no checkpoint, so that it begins anew.
@@ -48,6 +50,6 @@ def _changes(before: Any, now: Any, key: str) -> Iterator[str]:
     """`trainer.lr = 0.01, was 0.1`, for every leaf that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
-            yield from _changes(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+            yield from _changes(before.get(name, _NOTHING), now.get(name, _NOTHING), f"{key}.{name}" if key else name)
     elif before != now:
         yield f"{key} = {now}, was {before}"

@@ -37,6 +37,15 @@ def test_a_value_stays_until_a_newer_one_comes():
     assert "reward 1  eval greedy 0.25" in stream.getvalue().splitlines()[-1]
 
 
+def test_a_reader_that_goes_away_does_not_end_the_run(caplog):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream, Live("rl", 3, stream) as live:
+        for version in (1, 2, 3):
+            live.update(version, {"reward/mean": 0.5})
+    assert caplog.messages == ["nothing is shown from here on (Broken pipe); the run goes on, and its folder has every record"]
+
+
 def test_a_terminal_gets_a_bar_that_ends_full():
     reader, writer = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", IN_A_TERMINAL], stdout=writer, stderr=writer, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"})
