@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
 # What `scripts/test` runs in one of its two processes because it shares something costly, the longest first; any other file is a group of
 # its own. All that names SGLang shares servers.
-RAY = {"tests/run/test_rl.py", "tests/run/test_distill.py", "tests/run/test_pairs.py", "tests/trainer/test_trainer_actor.py"}
+RAY = {
+    "tests/run/test_rl.py",
+    "tests/run/test_distill.py",
+    "tests/run/test_pairs.py",
+    "tests/trainer/test_trainer_actor.py",
+    "tests/run/test_cluster.py",
+}
 FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/conformance/test_trainers.py",
     "tests/conformance/test_weight_sync.py",

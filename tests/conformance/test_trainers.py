@@ -339,6 +339,16 @@ def test_weights_reach_rank_0_once_and_whole(model: Path, two: Pool) -> None:
     assert all(tensor.size == 0 for tensor in second.values())
 
 
+def test_shards_that_are_uneven_or_empty_arrive_whole(four: Pool, tmp_path: Path) -> None:
+    """11 tokens over four ranks, and norms of 2 values of which two ranks hold nothing."""
+    path = make_tiny_model(tmp_path / "model", alphabet="ab", hidden=4, layers=1, heads=2, kv_heads=1, context=64)
+    expected = {n: p.detach().numpy() for n, p in plain_model(path, torch.float32).named_parameters()}
+    assert {len(expected["model.embed_tokens.weight"]), len(expected["model.layers.0.self_attn.q_norm.weight"])} == {11, 2}
+    arrived = four.run(exported_weights, path)[0]
+    assert arrived.keys() == expected.keys()
+    assert all(np.array_equal(arrived[n], expected[n]) for n in expected)
+
+
 def exported_weights(rank: int, world: int, path: Path) -> dict[str, Any]:
     return weights(make_backend(path, rank=rank, world=world, dtype=torch.float32))
 

@@ -1,4 +1,4 @@
-"""Which prompts an evaluation asks, before any engine is there."""
+"""Which prompts an evaluation asks, before any engine is there; and that all of its answers are of one weight version."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from miles.config import ConfigError
 from miles.core.model.config import ModelConfig
 from miles.data.config import PromptDataConfig
-from miles.run.evaluate import Evaluator
+from miles.run.evaluate import Evaluator, evaluation_metrics
 from rollout.config import EvaluateConfig
+from tests.rollout.groups_for_tests import group
 
 
 def load(model: ModelConfig, tmp_path: Path, **data: int) -> Evaluator:
@@ -41,3 +42,10 @@ def test_max_prompt_tokens_cannot_raise_the_bound(tiny_model: Path, tmp_path: Pa
 def test_no_room_for_a_prompt_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"evaluate\.max_new_tokens = 8 leaves no room for a prompt in a context of 8 tokens: lower it to 7 or less"):
         load(ModelConfig(path=str(tiny_model), context=8), tmp_path)
+
+
+def test_an_evaluation_says_its_one_version_and_refuses_two() -> None:
+    config = EvaluateConfig(samples_per_prompt=2)
+    assert evaluation_metrics([group(0, [7, 7], [1.0, 0.0]), group(1, [7, 7], [0.0, 0.0])], 2, config)["eval/version"] == 7
+    with pytest.raises(RuntimeError, match=r"used weight versions \[7, 8\]: weights were published while it ran"):
+        evaluation_metrics([group(0, [7, 7], [1.0, 0.0]), group(1, [7, 8], [0.0, 0.0])], 2, config)
