@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear as plain_linear
 from transformers import PreTrainedModel
 
+from miles.core.model.batch_invariant import is_batch_invariant
 from miles.core.model.packed import through_head_of
 from miles.core.model.scoring import score
 from miles.core.planning.plan import Plan
@@ -144,7 +145,14 @@ class Executor:
         """The head's values, one behind the other: log-probs [N], entropies [N] if wanted, and last hidden states [S, D] in a prefill."""
         layout = self._split.layout(number)
         sources = [self._states[p] for p in layout.sources]
-        rows = SplitRows(layout.attention, [s.keys for s in sources], [s.values for s in sources], self._split.longest(number), not layout.replay)
+        rows = SplitRows(
+            layout.attention,
+            [s.keys for s in sources],
+            [s.values for s in sources],
+            longest=self._split.longest(number),
+            record=not layout.replay,
+            exact=is_batch_invariant(self._model),
+        )
         before = [self._states[p].last_SD for p in layout.before]
 
         def scored(hidden_KD: Tensor, weight_VD: Tensor) -> Tensor:

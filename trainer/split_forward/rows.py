@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from miles.core.model.invariant_segments import invariant_segment_attention
 from miles.core.sequence_parallel.segments import SegmentLayout, segment_attention
 
 
@@ -14,13 +15,15 @@ class SplitRows:
         keys, values: by layer, those of the passes before that this one reads, [M, G, E] each; leaves where gradients are wanted.
         longest: tokens of the longest path that ends in this pass.
         record: keep this pass's own keys and values.
+        exact: batch-invariant operators.
     Attributes:
         own_keys, own_values: [T, G, E] by layer number, where recorded. The first write stays: the recompute of a checkpointed layer
             would put tensors of another graph there.
     """
 
-    def __init__(self, layout: SegmentLayout, keys: list[list[Tensor]], values: list[list[Tensor]], longest: int, record: bool):
+    def __init__(self, layout: SegmentLayout, keys: list[list[Tensor]], values: list[list[Tensor]], *, longest: int, record: bool, exact: bool):
         self._layout, self._keys, self._values, self._longest, self._record = layout, keys, values, longest, record
+        self._attention = invariant_segment_attention if exact else segment_attention
         self.own_keys: dict[int, Tensor] = {}
         self.own_values: dict[int, Tensor] = {}
 
@@ -36,4 +39,4 @@ class SplitRows:
             self.own_keys.setdefault(layer, key_TGE)
             self.own_values.setdefault(layer, value_TGE)
         keys, values = ([by_layer[layer] for by_layer in source] for source in (self._keys, self._values))
-        return segment_attention(query_THE, key_TGE, value_TGE, keys, values, self._layout, scaling)
+        return self._attention(query_THE, key_TGE, value_TGE, keys, values, self._layout, scaling)

@@ -90,7 +90,7 @@ class InvariantRows(PackedRows):
         for rows, length in self.blocks:
             stop = start + rows * length
             query_NLHE, key_NLGE, value_NLGE = (x[start:stop].unflatten(0, (rows, length)) for x in (query_THE, key_TGE, value_TGE))
-            outputs.append(_attend_block(query_NLHE, key_NLGE, value_NLGE, scaling).flatten(0, 1))
+            outputs.append(attend_block(query_NLHE, key_NLGE, value_NLGE, scaling).flatten(0, 1))
             start = stop
         output_THE = torch.cat(outputs)
         if self.scatter_T is not None:
@@ -194,8 +194,11 @@ class _Attention(torch.autograd.Function):
         return (*torch.autograd.grad(output, (query, key, value), grads[0]), None, None)
 
 
-def _attend_block(query_NLHE: Tensor, key_NLGE: Tensor, value_NLGE: Tensor, scaling: float) -> Tensor:
-    """Causal attention within N sequences of L tokens, [N, L, H, E]. A query tile sees the key tiles up to its last query's."""
+def attend_block(query_NLHE: Tensor, key_NLGE: Tensor, value_NLGE: Tensor, scaling: float, before: int = 0) -> Tensor:
+    """Causal attention of N sequences' last L tokens, [N, L, H, E]; keys and values are [N, before + L, G, E]. Without a graph.
+
+    A query tile sees the key tiles up to its last query's.
+    """
     count, length, heads, _ = query_NLHE.shape
     groups = key_NLGE.shape[2]
     shared = heads // groups
@@ -204,8 +207,8 @@ def _attend_block(query_NLHE: Tensor, key_NLGE: Tensor, value_NLGE: Tensor, scal
     key_at_T = torch.arange(len(keys_KBET) * KEYS, device=query_NLHE.device)
     output_SBQE = torch.empty_like(query_tiles)
     for place, query_BQE in enumerate(query_tiles):
-        position_Q = torch.arange(place * QUERY_ROWS, (place + 1) * QUERY_ROWS, device=query_NLHE.device) // shared
-        last = min(((place + 1) * QUERY_ROWS - 1) // shared, length - 1)
+        position_Q = before + torch.arange(place * QUERY_ROWS, (place + 1) * QUERY_ROWS, device=query_NLHE.device) // shared
+        last = before + min(((place + 1) * QUERY_ROWS - 1) // shared, length - 1)
         seen = last // KEYS + 1
         mask_QT = torch.where(key_at_T[: seen * KEYS] > position_Q[:, None], -torch.inf, 0.0)
         mask_KBQT = mask_QT.unflatten(1, (seen, 1, KEYS)).permute(1, 2, 0, 3)

@@ -55,7 +55,7 @@ class Meter:
         self.host_syncs = 0
         self._holders: Counter[int] = Counter()
         self._stack = ExitStack()
-        self._flops = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+        self._flops = FlopCounterMode(display=False, custom_mapping=_MORE)
 
     def __enter__(self) -> Meter:
         self._stack.enter_context(self._flops)
@@ -140,8 +140,13 @@ def _backward_flops(grad: Any, query: Any, key: Any, *_: Any, out_shape: Any = N
     return 5 * _forward_flops(query, key, key) // 2
 
 
-_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+def _addmm_flops(total: Any, first: Any, second: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * first[0] * first[1] * second[1]
+
+
+_MORE: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.addmm_: _addmm_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
 }
-"""torch's own counter knows the GPU kernels only."""
+"""Operators that torch's own counter does not know."""

@@ -76,12 +76,12 @@ class SegmentLayout:
         lengths: of the segments in the row, each at least 1.
         lanes: of those segments that have a prefix.
     Attributes:
-        causal: `(rows, padded length)` of the blocks in which segments attend to themselves.
+        lengths, lanes: as given. causal: `(rows, padded length)` of the blocks in which segments attend to themselves.
         crosses: the blocks in which they attend to their prefixes.
     """
 
     def __init__(self, lengths: Sequence[int], lanes: Sequence[Lane], device: torch.device):
-        self.tokens = sum(lengths)
+        self.lengths, self.lanes, self.tokens = tuple(lengths), tuple(lanes), sum(lengths)
         self.causal, _, place_T = padded_blocks(list(lengths))
         self.place_T = None if place_T is None else place_T.to(device)
         self.crosses = [_Cross(block, self.tokens, device) for block in cross_blocks(lanes)]
@@ -96,7 +96,8 @@ class _Cross:
         places = [torch.arange(lane.queries) + number * queries for number, lane in enumerate(block.lanes)]
         rows = [torch.arange(lane.first, lane.first + lane.queries) for lane in block.lanes]
         row_N, place_N = torch.cat(rows), torch.cat(places)
-        whole = len(row_N) == tokens and bool((row_N == torch.arange(tokens)).all())
+        bounds = [0, *(lane.first + lane.queries for lane in block.lanes)]
+        whole = bounds == [*(lane.first for lane in block.lanes), tokens]
         self.row_N = None if whole else row_N.to(device)
         self.place_N = None if len(place_N) == count * queries else place_N.to(device)
         self.source: slice | Tensor
@@ -161,7 +162,7 @@ class _SegmentAttention(torch.autograd.Function):
         output, lse_TH = _own(query_THE, key_TGE, value_TGE, layout, scaling)
         if layout.crosses:
             output = output.to(dtype)
-            keys_MGE, values_MGE = _joined(sources)
+            keys_MGE, values_MGE = joined(sources)
             for cross in layout.crosses:
                 query = cross.queries(query_THE, key_TGE.shape[1])
                 part, lse = _attend(query, cross.prefix(keys_MGE), cross.prefix(values_MGE), False, cross.mask(query), scaling)
@@ -179,7 +180,7 @@ class _SegmentAttention(torch.autograd.Function):
         grad_query, grad_key, grad_value = _own_backward(grad_THE, query_THE, key_TGE, value_TGE, output_THE, lse_TH, layout, scaling)
         if not layout.crosses:
             return grad_query, grad_key, grad_value, None, None
-        keys_MGE, values_MGE = _joined(sources)
+        keys_MGE, values_MGE = joined(sources)
         wide = torch.promote_types(keys_MGE.dtype, torch.float32)
         totals = torch.zeros_like(keys_MGE, dtype=wide), torch.zeros_like(values_MGE, dtype=wide)
         for cross in layout.crosses:
@@ -196,7 +197,8 @@ class _SegmentAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None, *spread
 
 
-def _joined(sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def joined(sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of all sources, given keys first, laid end to end."""
     half = len(sources) // 2
     keys, values = list(sources[:half]), list(sources[half:])
     return (keys[0], values[0]) if half == 1 else (torch.cat(keys), torch.cat(values))
