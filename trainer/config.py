@@ -50,4 +50,5 @@ class TrainerConfig(OptimizerConfig):
     max_tokens_per_microbatch: int = Field(8192, ge=1, description="tokens packed into one forward; a longer sequence goes alone")
     optimizer_steps_per_batch: int = Field(1, ge=1, description="a step's batch is split into this many optimizer steps")
     activation_checkpointing: bool = Field(False, description="recompute each layer in the backward: less memory, more time")
+    prompt_sharing: bool = Field(False, description="tokens that several sequences begin with are computed once: the same gradients, less work and memory")
     logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at once")

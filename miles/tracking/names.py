@@ -45,6 +45,7 @@ METRICS: dict[str, str] = {
     "value/grad_norm": "the critic's global gradient norm before clipping",
     "value/lr": "the critic's learning rate in this step",
     "value/empty_steps": "the critic's optimizer steps without a return to learn or with a gradient that is not finite",
+    "sharing/computed": "tokens computed per token of the batch; below 1 where trainer.prompt_sharing computes common ones once",
     # engine against trainer
     "mismatch/logprob_abs_mean": "mean |engine log-prob - trainer log-prob| over trained tokens",
     "mismatch/logprob_abs_max": "largest |engine log-prob - trainer log-prob|; 0.0 with true_on_policy",

@@ -37,6 +37,7 @@ from trainer.fsdp.scoring import Row, Scorer
 from trainer.fsdp.share import MicroBatch, share
 from trainer.fsdp.turns import require_turns
 from trainer.fsdp.update import take_step
+from trainer.split_forward.share import PromptSharing
 from weight_sync.contracts import TensorSpec
 
 
@@ -84,6 +85,13 @@ class FSDPBackend:
         rewards = isinstance(pairs, RewardModelConfig)
         self.model = build(checkpointing=trainer.activation_checkpointing, reward_seed=seed if rewards else None)
         self._policy = Scorer(self.model, trainer.logprob_chunk, self.device)
+        self._sharing: PromptSharing | None = None
+        if trainer.prompt_sharing:
+            if rewards or distill is not None:
+                what = "a reward model" if rewards else "a teacher over whole rows"
+                raise ValueError(f"trainer.prompt_sharing = true computes log-probs, and this trainer needs {what}: set it to false")
+            capacity = trainer.max_tokens_per_microbatch
+            self._sharing = PromptSharing(self.model, rank, world, capacity, trainer.threads, self.device)
         self._reference: Scorer | None = None
         if algorithm is not None:
             self._advantages = registry.advantage(algorithm)
@@ -117,13 +125,14 @@ class FSDPBackend:
             require_turns(batch.samples, algorithm.advantages, states=algorithm.advantages == "gigpo")
         rewards, more = self._penalised(batch)
         if self._critic is not None:
-            rewards = replace(rewards, values_N=self._scores(batch.samples, self._critic.score))
+            rewards = replace(rewards, values_N=self._scores(batch.samples, self._critic.score, whole=True))
         found = self._advantages(rewards)
         advantages = found.advantages_N.split(batch.lengths)
         updates = [self._share(batch.samples, places) for places in batch.updates]
         rows = [[self._policy.row(micro, advantages) for micro in update] for update in updates]
         if self._critic is not None:
-            more |= self._critic.step(batch, updates, rows, rewards, found, self.world)
+            shares = [self._share(batch.samples, places, whole=True) for places in batch.updates]
+            more |= self._critic.step(batch, shares, [[self._policy.row(micro) for micro in own] for own in shares], rewards, found, self.world)
         policy_waits = self._critic is not None and self._critic.alone(self.version)
         for number, update in enumerate(rows if not policy_waits else []):
             for row in update:
@@ -279,11 +288,11 @@ class FSDPBackend:
         """This rank's rows of a batch that is taken at once; `values`, [R] of each sample, as advantages."""
         return [self._policy.row(micro, values) for micro in self._share(samples, range(len(samples)), together)]
 
-    def _scores(self, samples: Sequence[Sample], score: Callable[[Row], Tensor]) -> Tensor:
+    def _scores(self, samples: Sequence[Sample], score: Callable[[Row], Tensor], whole: bool = False) -> Tensor:
         """What `score` says of each response token of all `samples` end to end, float64 [N] on the CPU, equal on every rank. Collective."""
         flat_N = torch.zeros(sum(s.response_length for s in samples), dtype=torch.float64, device=self.device)
         own = flat_N.split([s.response_length for s in samples])
-        for micro in self._share(samples, range(len(samples))):
+        for micro in self._share(samples, range(len(samples)), whole=whole):
             parts = score(self._policy.row(micro)).split(micro.packed.response_length_S.tolist())
             for index, part in zip(micro.indices, parts, strict=False):
                 own[index].copy_(part)
@@ -291,11 +300,14 @@ class FSDPBackend:
             dist.all_reduce(flat_N)
         return flat_N.cpu()
 
-    def _share(self, samples: Sequence[Sample], places: Sequence[int], together: int = 1) -> list[MicroBatch]:
+    def _share(self, samples: Sequence[Sample], places: Sequence[int], together: int = 1, whole: bool = False) -> list[MicroBatch]:
+        """`whole`: for a model that must see whole sequences, whatever they share."""
+        if self._sharing is not None and not whole:
+            return self._sharing.share(samples, places, together)
         return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch, together=together)
 
     def _update(self, rows: list[Row], total: int, loss: Callable[[Row], LossOutput], meters: Meters) -> Update:
-        return take_step(self.model, self._optimizer, rows, total, loss, meters, "loss/total")
+        return take_step(self.model, self._optimizer, rows, total, loss, meters, "loss/total", self._policy.settle)
 
     def _rl_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
         assert self._algorithm is not None
@@ -331,7 +343,7 @@ class FSDPBackend:
         )
 
     def _result(self, updates: list[Update], meters: Meters, total: int, more: dict[str, float]) -> StepResult:
-        metrics = meters.reduced(total, self.world) | more
+        metrics = meters.reduced(total, self.world) | more | ({} if self._sharing is None else self._sharing.metrics())
         metrics["optimizer/grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)
         metrics["optimizer/lr"] = updates[-1].lr
         metrics["optimizer/empty_steps"] = float(sum(not u.applied for u in updates))

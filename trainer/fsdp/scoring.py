@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from miles.core.model.packed import packed_logprobs
 from trainer.fsdp.model import reshard
 from trainer.fsdp.share import MicroBatch
+from trainer.split_forward.executor import Executor, SplitPass
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,6 +40,7 @@ class Row:
     reference_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
     returns_N: Tensor | None = None
+    split: SplitPass | None = None
 
 
 def own_part(micro: MicroBatch, values: Sequence[Tensor] | None, device: torch.device) -> Tensor:
@@ -53,6 +55,7 @@ class Scorer:
 
     def __init__(self, model: PreTrainedModel, chunk: int, device: torch.device):
         self._model, self._chunk, self._device = model, chunk, device
+        self._walk: Executor | None = None
 
     def row(self, micro: MicroBatch, advantages: Sequence[Tensor] | None = None) -> Row:
         """`micro` on the device. `advantages`: [R] of each sample of the whole batch; None where nothing of the kind is needed."""
@@ -69,6 +72,7 @@ class Scorer:
             sequence_N=self._moved(packed.sequence_N),
             num_sequences=packed.num_sequences,
             sequence_length_S=self._moved(trained_S),
+            split=micro.split,
         )
 
     def _moved(self, array: NDArray[Any]) -> Tensor:
@@ -76,12 +80,27 @@ class Scorer:
 
     def forward(self, row: Row, temperature: float, entropy: bool, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
         """`(logprobs_N, entropy_N or None)` with their graph, the entropy's only with `entropy_gradient`. Collective."""
+        if row.split is not None:
+            return self._walk_to(row.split).replay(row.split.number, temperature, entropy, entropy_gradient)
         where = row.tokens_T, row.positions_T, row.sequence_T, row.scored_N
         return packed_logprobs(self._model, *where, temperature, self._chunk, entropy, entropy_gradient)
+
+    def settle(self, row: Row) -> None:
+        """To be called after the backward of each row in turn: what rows had in common is differentiated once all of them have been. Collective."""
+        if row.split is not None:
+            assert self._walk is not None, "a row is settled that was never computed"
+            self._walk.settle()
+
+    def _walk_to(self, one: SplitPass) -> Executor:
+        if one.first:
+            self._walk = Executor(self._model, one.split, self._chunk)
+        assert self._walk is not None, "rows of a plan are computed in its order"
+        return self._walk
 
     def score(self, row: Row, temperature: float) -> Tensor:
         """`logprobs_N` without a graph. Collective."""
         with torch.no_grad():
             logprobs_N, _ = self.forward(row, temperature, False)
+            self.settle(row)
         reshard(self._model)
         return logprobs_N

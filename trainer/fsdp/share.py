@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from miles.data.packing import Packed, microbatches, pack, partition
 from miles.data.types import Sample, Status
 
+if TYPE_CHECKING:
+    from trainer.split_forward.executor import SplitPass
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One packed row. `indices` are the samples' places in the batch; empty for a dummy row that trains nothing."""
+    """One packed row. `indices` are the samples' places in the batch; empty for a dummy row that trains nothing.
+
+    `split`: the pass of a plan that computes it, where common tokens are computed once.
+    """
 
     packed: Packed
     indices: tuple[int, ...]
+    split: SplitPass | None = None
 
 
 def share(samples: Sequence[Sample], indices: Sequence[int], *, rank: int, world: int, max_tokens: int, together: int = 1) -> list[MicroBatch]:
@@ -33,10 +41,10 @@ def share(samples: Sequence[Sample], indices: Sequence[int], *, rank: int, world
         plans.append([[i for place in row for i in units[part[place]]] for row in rows])
     count = max(len(plan) for plan in plans)
     mine = [MicroBatch(packed=pack([samples[i] for i in row]), indices=tuple(row)) for row in plans[rank]]
-    return mine + [MicroBatch(packed=pack([_DUMMY]), indices=())] * (count - len(mine))
+    return mine + [MicroBatch(packed=pack([DUMMY]), indices=())] * (count - len(mine))
 
 
-_DUMMY = Sample(
+DUMMY = Sample(
     sample_id="dummy",
     group_id="dummy",
     tokens=np.zeros(2, np.int64),

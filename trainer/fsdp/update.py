@@ -14,11 +14,18 @@ from trainer.fsdp.scoring import Row
 
 
 def take_step(
-    model: PreTrainedModel, optimizer: Optimizer, rows: Sequence[Row], total: int, loss: Callable[[Row], LossOutput], meters: Meters, name: str
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    rows: Sequence[Row],
+    total: int,
+    loss: Callable[[Row], LossOutput],
+    meters: Meters,
+    name: str,
+    settle: Callable[[Row], None] | None = None,
 ) -> Update:
     """Losses of the rows are shares of a mean over `total` tokens or pairs, so their gradients simply add up. Collective.
 
-    `meters` gets the loss under `name`, and the losses' sums. Nothing is trained when `total` is 0.
+    `meters` gets the loss under `name`, and the losses' sums. `settle` is called behind each row's backward. Nothing is trained when `total` is 0.
     """
     if total == 0:
         return optimizer.skip()
@@ -26,6 +33,8 @@ def take_step(
         last_microbatch(model, row is rows[-1])
         out = loss(row)
         out.loss.backward()
+        if settle is not None:
+            settle(row)
         meters.add(name, out.loss.detach() * total)
         for key, value in out.sums.items():
             meters.add(key, value)

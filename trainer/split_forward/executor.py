@@ -35,6 +35,11 @@ class Split:
         self._tokens, self._prompt_lengths, self._device = tokens, prompt_lengths, device
         self._layouts: dict[int, PassLayout] = {}
 
+    @property
+    def replays(self) -> list[int]:
+        """Passes with samples, in order."""
+        return [step.number for step in self.plan.steps if step.kind == "replay"]
+
     def layout(self, number: int) -> PassLayout:
         if number not in self._layouts:
             self._layouts[number] = PassLayout(self._places, number, self._tokens, self._prompt_lengths, self._device)
@@ -42,6 +47,15 @@ class Split:
 
     def longest(self, number: int) -> int:
         return max((self.plan.segments[s].stop for s in self.plan.passes[number].segments), default=0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SplitPass:
+    """A replay of a plan; `first`: a walk through it begins here."""
+
+    split: Split
+    number: int
+    first: bool
 
 
 @dataclass(eq=False)
