@@ -122,7 +122,8 @@ def ray_cluster() -> Iterator[None]:
     """One local Ray for the session: 8 logical CPUs, a small object store, no dashboard."""
     import ray
 
-    ray.init(num_cpus=8, object_store_memory=150 * 1024 * 1024, include_dashboard=False, log_to_driver=False)
+    # "local": whatever other cluster this machine may have, it is not for tests.
+    ray.init("local", num_cpus=8, object_store_memory=150 * 1024 * 1024, include_dashboard=False, log_to_driver=False)
     try:
         yield
     finally:
