@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from miles.core.model.config import ModelConfig
+from miles.core.model.fused_layer import fuse_layers
 from miles.core.model.load import load_config, load_model
 from miles.core.model.reward import add_reward_head, reward_shell
 
@@ -39,6 +40,7 @@ def prepare(
         from miles.core.model.batch_invariant import make_batch_invariant
 
         make_batch_invariant(model)
+    fuse_layers(model)
     if checkpointing:
         for layer in decoder_layers(model):
             # The instance's forward, not a wrapper module: parameter names stay, and FSDP's hooks stay outside the recompute.

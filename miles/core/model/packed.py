@@ -127,12 +127,13 @@ class PackedRows:
         """Attention output [T, H, E] of layer number `layer`; H is a multiple of G."""
         if self.gather_M is not None:
             query_THE, key_TGE, value_TGE = (x.index_select(0, self.gather_M) for x in (query_THE, key_TGE, value_TGE))
-        outputs, start = [], 0
-        for rows, length in self.blocks:
-            stop = start + rows * length
-            query, key, value = (x[start:stop].unflatten(0, (rows, length)).transpose(1, 2) for x in (query_THE, key_TGE, value_TGE))
+        outputs = []
+        # Split once: the gradient of a slice is as long as what it was cut from, the one of a split is its parts laid end to end.
+        sizes = [rows * length for rows, length in self.blocks]
+        blocks = zip(self.blocks, query_THE.split(sizes), key_TGE.split(sizes), value_TGE.split(sizes), strict=True)
+        for shape, *parts in blocks:
+            query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in parts)
             outputs.append(_causal(query, key, value, scaling, dropout, window).transpose(1, 2).flatten(0, 1))
-            start = stop
         output_THE = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.scatter_T is not None:
             output_THE = output_THE.index_select(0, self.scatter_T)
