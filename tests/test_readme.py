@@ -13,6 +13,7 @@ from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Counts, Tokens
 from miles.config import load
 from miles.run.recipe import RLRecipe
+from tests.algorithms.reward_batches import rewards_over
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -46,3 +47,11 @@ def test_the_objective_of_ones_own_trains(tmp_path: Path, monkeypatch: pytest.Mo
     registry.loss(AlgorithmConfig(loss="my_loss:cut"))(tokens, Counts(tokens=2, sequences=1, max_tokens=2)).loss.backward()
     assert logprobs_N.grad is not None
     assert logprobs_N.grad.tolist() == [-0.5, -1.0]
+
+
+def test_the_advantages_of_ones_own_are_one_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_advantages.py").write_text(block("python", "# my_advantages.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rewards = rewards_over(torch.tensor([1.0, 0.0, torch.nan]), torch.zeros(3, dtype=torch.int64), torch.tensor([3, 1, 1]))
+    found = registry.advantage(AlgorithmConfig(advantages="my_advantages:late"))(rewards)
+    assert found.advantages_N.tolist() == pytest.approx([0.405, 0.45, 0.5, -0.5, 0.0])

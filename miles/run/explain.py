@@ -68,6 +68,8 @@ def _rl_arithmetic(recipe: RLRecipe) -> Iterator[str]:
     )
     yield f"the run: {recipe.run.steps} steps x {sequences} sequences = {recipe.run.steps * sequences} sequences, {recipe.run.steps * updates} optimizer steps"
     yield from _trainer_arithmetic(recipe, f"response at most {recipe.rollout.max_new_tokens} tokens")
+    if recipe.critic is not None:
+        yield f"critic: as many optimizer steps of its own; in the first {recipe.critic.head_start} of {recipe.run.steps} steps it learns alone"
     engines, ranks = recipe.rollout, recipe.trainer
     yield (
         f"CPUs: {engines.engines} engine{'s' * (engines.engines > 1)} x {engines.threads} + {ranks.ranks} rank{'s' * (ranks.ranks > 1)} x {ranks.threads} "

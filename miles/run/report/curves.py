@@ -20,6 +20,8 @@ PANELS: dict[str, tuple[str, ...]] = {
     "entropy, nats per token": ("policy/entropy",),
     "KL to the reference, nats per token": ("policy/kl",),
     "divergence from the teacher, nats per token": ("distill/kl", "eval/distill_kl"),
+    "critic's loss": ("value/loss",),
+    "share of the returns that the critic explains": ("value/explained_variance",),
     "share of ratios clipped": ("policy/clip_fraction",),
     "gradient norm before clipping": ("optimizer/grad_norm",),
     "learning rate": ("optimizer/lr",),
