@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles.tracking.config import TrackingConfig
+from miles.tracking.jsonl import read_metrics
 from miles.tracking.tracker import Tracker
 
 
@@ -82,3 +83,27 @@ def test_a_sink_that_cannot_start_is_named_once_and_left_out(tmp_path, caplog):
             records.log(step, {"reward/mean": 1.0})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert [message.partition(" failed")[0] for message in caplog.messages] == ["tracking: TensorBoard"]
+
+
+class _Fails:
+    """A sink whose server goes away in the middle of a run."""
+
+    def log(self, step, metrics):
+        raise ConnectionError("the server went away")
+
+    def table(self, step, name, columns, rows):
+        raise ConnectionError("the server went away")
+
+    def close(self):
+        raise ConnectionError("the server went away")
+
+
+def test_a_sink_that_fails_in_the_middle_is_named_once_and_the_others_go_on(tmp_path, caplog):
+    with tracker(tmp_path) as records:
+        records._sinks = {"broken": _Fails(), **records._sinks}
+        for step in (1, 2):
+            records.log(step, {"reward/mean": 0.5})
+    assert [message for message in caplog.messages if "went away" in message] == [
+        "tracking: broken failed and is left out from here on; training goes on: the server went away"
+    ]
+    assert read_metrics(tmp_path / "metrics.jsonl")["reward/mean"] == ([1, 2], [0.5, 0.5])
