@@ -8,7 +8,7 @@ float32 or wider; a prefill's backward starts from what has gathered there. Noth
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.nn.functional import linear as plain_linear
 from transformers import PreTrainedModel
 
 from miles.core.model.batch_invariant import is_batch_invariant
+from miles.core.model.fused_loss import PartLoss, fused_loss
 from miles.core.model.packed import through_head_of
 from miles.core.model.scoring import score
 from miles.core.planning.plan import Plan
@@ -92,7 +93,7 @@ class PromptState:
 class Executor:
     """One walk through a plan, with gradients or, under `no_grad`, without.
 
-    Call `replay` for each pass with samples in the plan's order; with gradients, run the backward of its loss; then `settle`.
+    Call `replay` or `loss` for each pass with samples in the plan's order; with gradients, run the backward; then `settle`.
     """
 
     def __init__(self, model: PreTrainedModel, split: Split, chunk: int):
@@ -103,15 +104,39 @@ class Executor:
         self._states: dict[int, PromptState] = {}
         self._linear = getattr(model, "batch_invariant_linear", plain_linear)
 
+    def loss(self, number: int, loss: PartLoss, parts: Sequence[slice], *, temperature: float, entropy: bool, entropy_gradient: bool) -> Tensor:
+        """As `replay`, but the sum of a loss over `parts` of the samples' scored tokens, by `fused_loss`. Only where `alone(number)`. Collective."""
+        self._advance(number, temperature, entropy, entropy_gradient)
+        layout = self._split.layout(number)
+        assert layout.value_N is not None
+        order_N = layout.value_N
+
+        def forward(hidden_ND: Tensor, _: Tensor, weight_VD: Tensor) -> Tensor:
+            hidden_ND, targets_N = hidden_ND.index_select(0, order_N), layout.targets_N.index_select(0, order_N)
+            return fused_loss(
+                hidden_ND,
+                weight_VD,
+                targets_N,
+                loss,
+                parts,
+                temperature=temperature,
+                chunk=self._chunk,
+                entropy=entropy,
+                entropy_gradient=entropy_gradient,
+                linear=self._linear,
+            )
+
+        return self._forward(number, forward)[0]
+
+    def alone(self, number: int) -> bool:
+        """Whether all log-probs of the samples of pass `number` are its own: none of their scored tokens is shared."""
+        return self._split.layout(number).values_from == [number]
+
     def replay(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """`(logprobs_N, entropy_N or None)` of the samples of pass `number`, its prefills being computed first. Collective."""
-        while self._steps[0].kind == "prefill":
-            self._prefill(self._steps.popleft().number, temperature, entropy, entropy_gradient)
-        step = self._steps.popleft()
-        assert (step.kind, step.number) == ("replay", number), f"pass {number} is not what comes next: {step}"
-        last_microbatch(self._model, not self._steps)
+        self._advance(number, temperature, entropy, entropy_gradient)
         layout = self._split.layout(number)
-        values, _ = self._forward(number, temperature, entropy, entropy_gradient)
+        values, _ = self._score(number, temperature, entropy, entropy_gradient)
         count = len(layout.targets_N)
         logprobs_N, entropy_N = values[:count], values[count:] if entropy else None
         before = [self._states[p] for p in layout.values_from[:-1]]
@@ -132,9 +157,17 @@ class Executor:
                 last_microbatch(self._model, not self._steps)
                 state.backward()
 
+    def _advance(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> None:
+        """The prefills before replay `number`, which is then next."""
+        while self._steps[0].kind == "prefill":
+            self._prefill(self._steps.popleft().number, temperature, entropy, entropy_gradient)
+        step = self._steps.popleft()
+        assert (step.kind, step.number) == ("replay", number), f"pass {number} is not what comes next: {step}"
+        last_microbatch(self._model, not self._steps)
+
     def _prefill(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> None:
         layout = self._split.layout(number)
-        values, rows = self._forward(number, temperature, entropy, entropy_gradient)
+        values, rows = self._score(number, temperature, entropy, entropy_gradient)
         layers, found = len(decoder_layers(self._model)), len(rows.own_keys)
         if found != layers:
             raise ValueError(
@@ -155,8 +188,18 @@ class Executor:
             entropy_N=None if entropy_N is None else _leaf(entropy_N),
         )
 
-    def _forward(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, SplitRows]:
+    def _score(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, SplitRows]:
         """The head's values, one behind the other: log-probs [N], entropies [N] if wanted, and last hidden states [S, D] in a prefill."""
+        layout = self._split.layout(number)
+
+        def forward(hidden_ND: Tensor, last_SD: Tensor, weight_VD: Tensor) -> Tensor:
+            logprobs_N, entropy_N = score(hidden_ND, weight_VD, layout.targets_N, temperature, self._chunk, entropy, self._linear, entropy_gradient)
+            return torch.cat([x.flatten().to(logprobs_N.dtype) for x in (logprobs_N, entropy_N, last_SD) if x is not None])
+
+        return self._forward(number, forward)
+
+    def _forward(self, number: int, forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, SplitRows]:
+        """`forward(hidden states of the scored tokens [N, D], those that end the segments of a prefill [S, D], head's weight)` of a pass."""
         layout = self._split.layout(number)
         sources = [self._states[p] for p in layout.sources]
         rows = SplitRows(
@@ -169,17 +212,13 @@ class Executor:
         )
         before = [self._states[p].last_SD for p in layout.before]
 
-        def scored(hidden_KD: Tensor, weight_VD: Tensor) -> Tensor:
+        def head(hidden_KD: Tensor, weight_VD: Tensor) -> Tensor:
             hidden_ND = hidden_KD[: layout.own]
             if before:
                 hidden_ND = torch.cat((hidden_ND, torch.cat(before).index_select(0, layout.before_F).to(hidden_KD.dtype)))
-            logprobs_N, entropy_N = score(hidden_ND, weight_VD, layout.targets_N, temperature, self._chunk, entropy, self._linear, entropy_gradient)
-            parts = [logprobs_N] if entropy_N is None else [logprobs_N, entropy_N]
-            if not layout.replay:
-                parts.append(hidden_KD[layout.own :].flatten().to(logprobs_N.dtype))
-            return torch.cat(parts)
+            return forward(hidden_ND, hidden_KD[layout.own :], weight_VD)
 
-        return through_head_of(self._model, layout.tokens_T, layout.positions_T, rows, layout.keep_K, scored), rows
+        return through_head_of(self._model, layout.tokens_T, layout.positions_T, rows, layout.keep_K, head), rows
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ def predict(one: Plan, workload: Workload, hardware: HardwareSpec) -> Prediction
         tokens, scored = (sum(s.length for s in segments), sum(s.scored for s in segments)) if segments else (FILLER, 1)
         flops["matmul"] += workload.matmul_flops(tokens, scored)
         flops["attention"] += workload.attention_flops(scores_of(places, number))
-    seconds = sum(flops.values()) / hardware.flops_per_s + len(one.passes) * workload.layers * hardware.layer_s
+    entries = one.computed * workload.layers * workload.hidden
+    seconds = sum(flops.values()) / hardware.flops_per_s + len(one.passes) * workload.layers * hardware.layer_s + entries * hardware.value_s
     return Prediction(seconds=seconds, flops=flops)
 
 
