@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 
 def contiguous_parts(alone: Sequence[float], after: Sequence[float], parts: int) -> list[range]:
@@ -12,26 +13,39 @@ def contiguous_parts(alone: Sequence[float], after: Sequence[float], parts: int)
         alone: an item's cost where its range begins with it. after: its cost behind its predecessor, with which it shares something.
     """
 
-    def filled(bound: float) -> list[range]:
-        found, start, load = [], 0, 0.0
-        for i in range(len(alone)):
-            cost = alone[i] if i == start else after[i]
-            if i > start and load + cost > bound:
-                found.append(range(start, i))
-                start, cost, load = i, alone[i], 0.0
-            load += cost
-        return [*found, range(start, len(alone))]
+    count = len(alone)
+    behind = [0.0, *accumulate(after)]
+    # The cost of start..stop is overhead[start] + behind[stop].
+    overhead = [alone[i] - behind[i + 1] for i in range(count)]
 
-    low, high = max(alone, default=0.0), sum(alone)
-    best = filled(high)
-    for _ in range(40):
+    def cut(bound: float) -> list[range] | None:
+        """The fewest ranges of at most `bound`, or None. The range that ends at a place is as long as it may be: more in it is fewer before."""
+        starts, start, number = [0], 0, [0]
+        for stop in range(1, count + 1):
+            while start < stop and overhead[start] + behind[stop] > bound:
+                start += 1
+            if start == stop:
+                return None
+            starts.append(start)
+            number.append(number[start] + 1)
+        if number[count] > parts:
+            return None
+        found, stop = [], count
+        while stop > 0:
+            found.append(range(starts[stop], stop))
+            stop = starts[stop]
+        return found[::-1]
+
+    low, high = 0.0, sum(alone)
+    best = cut(high * (1 + 1e-9)) or []
+    for _ in range(48):
         middle = (low + high) / 2
-        trial = filled(middle)
-        if len(trial) <= parts:
-            best, high = trial, middle
-        else:
+        trial = cut(middle)
+        if trial is None:
             low = middle
-    return [*best, *[range(len(alone), len(alone))] * (parts - len(best))]
+        else:
+            best, high = trial, middle
+    return [*best, *[range(count, count)] * (parts - len(best))]
 
 
 def costs(lengths: Sequence[int], shared: Sequence[int], cost: Callable[[int, int], float]) -> tuple[list[float], list[float]]:

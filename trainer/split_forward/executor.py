@@ -157,10 +157,14 @@ class Executor:
                 last_microbatch(self._model, not self._steps)
                 state.backward()
 
-    def _advance(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> None:
-        """The prefills before replay `number`, which is then next."""
+    def prefill(self, temperature: float, entropy: bool = False, entropy_gradient: bool = False) -> None:
+        """The prefills before the next replay, which computes them itself where this was not called. Collective."""
         while self._steps[0].kind == "prefill":
             self._prefill(self._steps.popleft().number, temperature, entropy, entropy_gradient)
+
+    def _advance(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> None:
+        """To replay `number`, which must be next."""
+        self.prefill(temperature, entropy, entropy_gradient)
         step = self._steps.popleft()
         assert (step.kind, step.number) == ("replay", number), f"pass {number} is not what comes next: {step}"
         last_microbatch(self._model, not self._steps)

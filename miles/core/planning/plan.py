@@ -117,7 +117,7 @@ class Plan:
         assert sorted(where) == list(range(len(self.segments))), "a segment is in no pass, or in two"
         taken = [s for one in self.passes for s in one.samples]
         assert sorted(taken) == sorted(ends), "a sample's loss is never taken, or twice"
-        assert sum(lengths[sample] for sample in ends) == self.tokens
+        assert sum(lengths[sample] for sample in ends) == self.tokens, "tokens are not those of its samples"
         for sample, end in ends.items():
             place = 0
             for number in self.chain(end):

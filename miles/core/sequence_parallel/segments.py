@@ -256,23 +256,35 @@ def _unpadded(parts: list[Tensor], layout: SegmentLayout) -> Tensor:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
     """Output [B, H, Q, E] and lse [B, H, Q] of queries [B, H, Q, E] and keys [B, G, K, E]."""
-    if query.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scaling)
-    scores, _ = _scores(query, key, causal, mask, scaling)
-    lse = scores.logsumexp(-1)
-    output = (scores - lse[..., None]).exp() @ value.to(scores.dtype)[:, :, None]
-    return output.flatten(1, 2).to(query.dtype), lse.flatten(1, 2)
+    if query.device.type != "cpu":
+        return plain_attend(query, key, value, causal, mask, scaling)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scaling)
 
 
 def _attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, causal: bool, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. `output` and `lse` are over all keys that the queries see, also in other parts."""
-    if query.device.type == "cpu":
-        # The kernel reads lse as it wrote it: queries before heads.
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(grad, query, key, value, output, lse, 0.0, causal, attn_mask=mask, scale=scaling)
+    if query.device.type != "cpu":
+        return plain_attend_backward(grad, query, key, value, output, lse, causal, mask, scaling)
+    # The kernel reads lse as it wrote it: queries before heads.
+    lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return kernel(grad, query, key, value, output, lse, 0.0, causal, attn_mask=mask, scale=scaling)
+
+
+def plain_attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+    """`_attend` for any device, in float32 or wider, with all scores at once. *Not measured*: on a GPU a fused kernel belongs here."""
+    scores, _ = _scores(query, key, causal, mask, scaling)
+    lse = scores.logsumexp(-1)
+    output = (scores - lse[..., None]).exp() @ value.to(scores.dtype)[:, :, None]
+    return output.flatten(1, 2).to(query.dtype), lse.flatten(1, 2)
+
+
+def plain_attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, causal: bool, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_attend_backward` for any device."""
     scores, heads = _scores(query, key, causal, mask, scaling)
     weights = (scores - lse.unflatten(1, heads)[..., None]).exp()
     grad, output, query = (x.unflatten(1, heads).to(scores.dtype) for x in (grad, output, query))
@@ -284,7 +296,7 @@ def _attend_backward(
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scaling: float) -> tuple[Tensor, tuple[int, int]]:
-    """Scaled scores [B, G, rep, Q, K] in float32 or wider, and (G, rep). *Not measured*: on a GPU a fused kernel belongs here."""
+    """Scaled scores [B, G, rep, Q, K], and (G, rep)."""
     heads = key.shape[1], query.shape[1] // key.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = query.unflatten(1, heads).to(dtype) @ key.to(dtype)[:, :, None].transpose(-1, -2) * scaling
