@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from miles.tracking.wandb_records import last_step
 
 INIT_SECONDS = 30.0
 FINISH_SECONDS = 60.0
+TEARDOWN_SECONDS = 5.0
 _ID_FILE = "wandb_run_id"
 
 
@@ -98,9 +100,13 @@ def _run_id(folder: Path, resumed: bool) -> str:
 
 
 def _end_service() -> None:
-    """End the wandb-core process that this process started: W&B's exit hook would wait for it without an end."""
+    """End the wandb-core process that this process started: W&B's exit hook would wait for it without an end. Without the process the
+    hook would print a traceback, so W&B is told now, where its complaint can be caught, and takes the hook away."""
     import psutil
+    import wandb
 
     for child in psutil.Process().children():
         if child.name().startswith("wandb-core"):
             child.kill()
+    with contextlib.suppress(OSError):
+        deadline.call(wandb.teardown, TEARDOWN_SECONDS)

@@ -109,6 +109,7 @@ def test_a_server_that_refuses_is_said_once_and_the_process_ends(tmp_path):
     done = run(tmp_path, "online", 0, 3, None, WANDB_BASE_URL=f"http://127.0.0.1:{port}")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
     assert done.stderr.count("W&B failed") == 1
+    assert "Traceback" not in done.stderr
     assert KEY not in done.stdout + done.stderr
 
 
@@ -117,3 +118,4 @@ def test_a_server_that_never_answers_is_said_once_and_the_process_ends(tmp_path)
         done = run(tmp_path, "online", 0, 3, None, WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
     assert done.stderr.count("W&B failed") == 1
+    assert "Traceback" not in done.stderr
