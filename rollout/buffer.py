@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +10,11 @@ from miles.data.types import Group, Prompt
 
 
 class Buffer:
-    """Groups by claim, handed out lowest claim first, so that what is taken depends on what is there and not on when it came.
-
-    Attributes:
-        refused: how many groups were refused, by reason (`stale`).
-    """
+    """Groups by claim, handed out lowest claim first, so that what is taken depends on what is there and not on when it came."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
         self._refused: list[Group] = []
-        self.refused: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -40,7 +34,6 @@ class Buffer:
             assert age >= 0, f"claim {claim_id} has tokens of a version after {version}"
             if age > max_staleness:
                 self._refused.append(self._groups.pop(claim_id))
-                self.refused["stale"] += 1
         return [self._groups.pop(claim_id) for claim_id in sorted(self._groups)[:n]]
 
     def drain_refused(self) -> list[Group]:

@@ -17,7 +17,6 @@ class Outcome(StrEnum):
 
     TRAINED = "trained"  # an update used its group
     FILTERED = "filtered"  # its group teaches nothing
-    FAILED = "failed"  # given up at once
     EXHAUSTED = "exhausted"  # given up after max_attempts
 
 

@@ -21,6 +21,7 @@ from miles.core.environment import set_defaults  # noqa: E402
 set_defaults(threads=1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network is wrong
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.pop("RAY_ADDRESS", None)  # a run would join that cluster
 # Ray workers and engine processes import this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 # What `scripts/test` runs in one of its two processes because it shares something costly, the longest first; any other file is a group of
 # its own. All that names SGLang shares servers.
 RAY = {
-    "tests/run/test_rl.py",
+    "tests/run/test_cluster.py",
     "tests/run/test_distill.py",
     "tests/run/test_pairs.py",
+    "tests/run/test_rl.py",
+    "tests/trainer/test_hanging_rank.py",
     "tests/trainer/test_trainer_actor.py",
-    "tests/run/test_cluster.py",
 }
 FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/conformance/test_trainers.py",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from miles.cli import COMMANDS
+
 RL_RECIPE = """
 [run]
 folder = "run"
@@ -44,7 +46,7 @@ def refused(folder: Path, *arguments: str, **environment: str) -> str:
 
 def test_help_names_every_command(folder):
     shown = miles(folder, "--help").stdout
-    assert all(f"miles {name} " in shown or f"miles {name}\n" in shown for name in ("sft", "prefer", "reward", "rl", "evaluate", "config", "report", "doctor"))
+    assert all(f"miles {name} " in shown or f"miles {name}\n" in shown for name in COMMANDS)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["rl", "--help"], ["config", "rl.toml"]])

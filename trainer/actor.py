@@ -31,14 +31,14 @@ CLOSE_S = 60.0
 
 
 class TrainerError(RuntimeError):
-    """A rank raised or died. The message has the rank and its traceback."""
+    """A rank raised, died or hangs. The message has the rank and the traceback."""
 
 
 class TrainerRank:
     """One rank, in a process of its own. Torch is imported by its methods, after Ray has set the thread counts."""
 
-    def __init__(self, rank: int, world: int, gpu: bool) -> None:
-        self._rank, self._world, self._gpu = rank, world, gpu
+    def __init__(self, rank: int, world: int, gpu: bool, timeout_s: float) -> None:
+        self._rank, self._world, self._gpu, self._timeout_s = rank, world, gpu, timeout_s
         self._address = ray.util.get_node_ip_address()
         self._store: Any = None
         self._backend: Any = None
@@ -47,7 +47,7 @@ class TrainerRank:
         """Rank 0: where the others meet it."""
         from trainer.rendezvous import open_store
 
-        self._store, meeting = open_store(self._address, self._world)
+        self._store, meeting = open_store(self._address, self._world, self._timeout_s)
         return meeting
 
     def build(self, meeting: Any, options: dict[str, Any]) -> str:
@@ -59,7 +59,7 @@ class TrainerRank:
 
         threads = options["trainer"].threads
         torch.set_num_threads(threads)
-        join(meeting, self._store, rank=self._rank, world=self._world, address=self._address, gpu=self._gpu)
+        join(meeting, self._store, rank=self._rank, world=self._world, address=self._address, gpu=self._gpu, timeout_s=self._timeout_s)
         device = torch.device("cuda", torch.cuda.current_device()) if self._gpu else torch.device("cpu")
         self._backend = FSDPBackend(**options, rank=self._rank, world=self._world, device=device)
         return self._address
@@ -124,7 +124,7 @@ class TrainerGroup:
                 scheduling_strategy=strategy,
                 runtime_env={"env_vars": worker_environment(trainer.threads)},
             )
-            .remote(rank, world, gpu)
+            .remote(rank, world, gpu, trainer.timeout_s)
             for rank, strategy in enumerate(strategies)
         ]
         self.addresses: list[str] = []
@@ -182,15 +182,26 @@ class TrainerGroup:
         return (await self._all([rank.call.remote(method, *args, **kwargs) for rank in self._ranks]))[0]
 
     async def _all(self, refs: list[Any]) -> list[Any]:
-        """Results of all ranks, or TrainerError naming the rank that failed first."""
-        waiting = [asyncio.ensure_future(_result(ref)) for ref in refs]
-        done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
-        if any(task.exception() for task in done):
-            if pending:
-                await asyncio.wait(pending, timeout=GRACE_S)
+        try:
+            return await results_of_ranks(refs)
+        except TrainerError:
             self._failed = True
-            raise _explain(waiting)
-        return [task.result() for task in waiting]
+            raise
+
+
+async def results_of_ranks(refs: Sequence[Any]) -> list[Any]:
+    """What the calls `refs`, one of each rank, return.
+
+    Raises:
+        TrainerError: names the rank that failed first, or that its peers waited for in vain.
+    """
+    waiting = [asyncio.ensure_future(_result(ref)) for ref in refs]
+    done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+    if any(task.exception() for task in done):
+        if pending:
+            await asyncio.wait(pending, timeout=GRACE_S)
+        raise _explain(waiting)
+    return [task.result() for task in waiting]
 
 
 async def _result(ref: Any) -> Any:
@@ -205,12 +216,19 @@ async def _quietly(rank: Any) -> None:
 
 
 def _explain(tasks: Sequence[asyncio.Future[Any]]) -> TrainerError:
-    """The likeliest first cause: a rank that died, then one that raised something else than a broken collective."""
+    """The likeliest first cause: a rank that died, then one that raised something else than a broken collective, then one that hangs."""
     failures = {rank: task.exception() for rank, task in enumerate(tasks) if task.done() and task.exception() is not None}
     rank = min(failures, key=lambda r: (_order(failures[r]), r))
     error = failures[rank]
-    what = "died" if isinstance(error, RayActorError) else "failed"
-    raised = TrainerError(f"trainer rank {rank} of {len(tasks)} {what}:\n{error}")
+    silent = [r for r, task in enumerate(tasks) if not task.done()]
+    if isinstance(error, RayActorError):
+        message = f"trainer rank {rank} of {len(tasks)} died:\n{error}"
+    elif silent and _waited_in_vain(error):
+        hanging = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+        message = f"trainer {hanging} of {len(tasks)} hang{'s' * (len(silent) == 1)}: rank {rank} waited for trainer.timeout_s in vain:\n{error}"
+    else:
+        message = f"trainer rank {rank} of {len(tasks)} failed:\n{error}"
+    raised = TrainerError(message)
     raised.__cause__ = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
     return raised
 
@@ -220,4 +238,9 @@ def _order(error: BaseException | None) -> int:
         return 0
     # gloo and NCCL say so when a peer has gone.
     broken = any(word in str(error) for word in ("Connection closed by peer", "Connection reset by peer", "DistBackendError", "DistNetworkError"))
-    return 2 if broken else 1
+    return 2 if broken or _waited_in_vain(error) else 1
+
+
+def _waited_in_vain(error: BaseException | None) -> bool:
+    """Whether gloo or NCCL gave a collective up at its deadline."""
+    return any(word in str(error) for word in ("Timed out waiting", "Watchdog caught collective operation timeout"))

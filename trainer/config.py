@@ -45,6 +45,7 @@ class TrainerConfig(OptimizerConfig):
 
     backend: Literal["fsdp"] = Field("fsdp", description="fsdp: FSDP2 on any transformers causal language model")
     ranks: int = Field(1, ge=1, description="data-parallel ranks, one process each")
+    timeout_s: float = Field(600, gt=0, description="seconds that a rank waits for the others in a collective; one that hangs is then named and the run ends")
     threads: int = Field(1, ge=1, description="CPU threads of each rank")
     gpus_per_rank: float = Field(0, ge=0, description="GPUs of each rank; 0 trains on CPU with gloo")
     max_tokens_per_microbatch: int = Field(8192, ge=1, description="tokens packed into one forward; a longer sequence goes alone")

@@ -109,19 +109,6 @@ class WeightSync:
             await self._transport.close()  # the engine may be a new process under an old number
             return await self._update(self.version, (engine_id,), joining=True)
 
-    async def recover(self) -> dict[int, str]:
-        """After a driver died: bring engines that outlived it to the journal's version. Returns those that cannot, with the reason."""
-        async with self._lock:
-            ids = tuple(self._engines.engine_ids)
-            served = await call_each(self._engines, ids, self._config.timeout_s, "weights_version")
-            prepared = [i for i in ids if isinstance(served[i], int) and self.version is not None and served[i] < self.version]
-            dead = {i: reason(served[i]) for i in ids if isinstance(served[i], BaseException)}
-            if self.version is not None:
-                dead |= await self._failures(prepared, "weights_commit", self.version)
-            others = [i for i in ids if i not in dead and i not in prepared]
-            dead |= await self._failures(others, "weights_abort")
-            return dead | await self._failures([i for i in ids if i not in dead], "resume")
-
     def rewind(self, version: int) -> None:
         """The trainer was restored from a checkpoint of `version`: count from there. Engines then need `catch_up` before they serve."""
         self._journal.append(Entry(version=version, kind="rewind"))

@@ -14,9 +14,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.config import ConfigError
 from miles.core.environment import worker_environment
+from miles.run.machine import ray_address
 from miles.run.recipe import ClusterConfig
 from rollout.config import RolloutConfig
 from trainer.config import TrainerConfig
+
+logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 30.0
 
@@ -95,13 +98,17 @@ def cluster(config: ClusterConfig, demands: list[Demand], *, one_node: bool) -> 
 
 
 def connect(config: ClusterConfig) -> None:
-    """Join the cluster at `config.address`, or start one here. Runs made afterwards by this process use it and leave it."""
+    """Join the cluster at `cluster.address` or RAY_ADDRESS, or start one here. Runs made afterwards by this process use it and leave it."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it warns that its token check is on, which is what we want
-    if config.address is not None:
+    address = ray_address(config.address)
+    if address is not None:
+        if config.address is None:
+            logger.warning("joining the Ray cluster at RAY_ADDRESS = %r; cluster.address=local starts one for this run", address)
         try:
-            ray.init(address=config.address, log_to_driver=True, logging_level=logging.WARNING)
+            ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"cluster.address = {config.address!r}: no Ray cluster answers there ({error}); start one with `ray start --head`") from error
+            source = "RAY_ADDRESS" if config.address is None else "cluster.address"
+            raise ConfigError(f"{source} = {address!r}: no Ray cluster answers there ({error}); start one with `ray start --head`") from error
         return
     ray.init(
         address="local",

@@ -153,11 +153,11 @@ def _memory() -> Finding:
 
 
 def _ray_address() -> Finding:
-    address = os.environ.get("RAY_ADDRESS", "")
-    if not address:
-        return Finding("ray cluster", "ok", "RAY_ADDRESS is not set: a run starts its own cluster and ends it")
-    if address in ("auto", "local") or machine.answers(address):
-        return Finding("ray cluster", "ok", f"RAY_ADDRESS = {address!r} answers; a run joins it with cluster.address=auto")
+    address = machine.ray_address(None)
+    if address is None:
+        return Finding("ray cluster", "ok", "RAY_ADDRESS names none: a run starts its own cluster and ends it")
+    if address == "auto" or machine.answers(address):
+        return Finding("ray cluster", "ok", f"a run joins the one at RAY_ADDRESS = {address!r}; cluster.address=local starts its own")
     return Finding("ray cluster", "missing", f"RAY_ADDRESS = {address!r} is stale, nothing answers there: `unset RAY_ADDRESS`, or start that cluster")
 
 

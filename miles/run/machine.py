@@ -38,6 +38,12 @@ def free_disk(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def ray_address(configured: str | None) -> str | None:
+    """The Ray cluster to join: `cluster.address`, else RAY_ADDRESS, which `ray job submit` sets too. None: one is started here."""
+    address = configured or os.environ.get("RAY_ADDRESS") or "local"
+    return None if address == "local" else address
+
+
 def answers(address: str, seconds: float = 2.0) -> bool:
     """Whether something accepts a connection at `host:port`."""
     host, _, port = address.removeprefix("ray://").rpartition(":")

@@ -150,7 +150,7 @@ def _check_tracking(tracking: TrackingConfig) -> None:
 def _check_cluster(cluster: ClusterConfig, who: str, cpus: int, terms: dict[str, int], shared: dict[str, int]) -> None:
     """A cluster that is joined has its own resources, which are checked once it answers; one started here has this machine's."""
     _check_ray_address(cluster)
-    if cluster.address is not None:
+    if machine.ray_address(cluster.address) is not None:
         return
     have = cluster.cpus or max(2, os.cpu_count() or 1)
     if cpus > have:
@@ -164,13 +164,12 @@ def _check_cluster(cluster: ClusterConfig, who: str, cpus: int, terms: dict[str,
 
 
 def _check_ray_address(cluster: ClusterConfig) -> None:
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address and address not in ("auto", "local") and not machine.answers(address):
-        raise ConfigError(f"RAY_ADDRESS = {address!r}, but nothing answers there: `unset RAY_ADDRESS`, or start that cluster")
-    if cluster.address not in (None, "auto", "local") and not machine.answers(cluster.address or ""):
-        raise ConfigError(
-            f"cluster.address = {cluster.address!r}, but nothing answers there: start it with `ray start --head`, or leave it out for a cluster of its own"
-        )
+    address = machine.ray_address(cluster.address)
+    if address in (None, "auto") or machine.answers(address):
+        return
+    if cluster.address is None:
+        raise ConfigError(f"RAY_ADDRESS = {address!r}, but nothing answers there: `unset RAY_ADDRESS`, start that cluster, or use cluster.address=local")
+    raise ConfigError(f"cluster.address = {address!r}, but nothing answers there: start it with `ray start --head`, or use cluster.address=local")
 
 
 def _check_shared_memory(terms: dict[str, int]) -> None:

@@ -31,7 +31,9 @@ class RunConfig(Section):
 class ClusterConfig(Section):
     """The Ray cluster."""
 
-    address: str | None = Field(None, description="address of a running Ray cluster (host:port, or auto); null starts one here and ends it with the run")
+    address: str | None = Field(
+        None, description="address of a running Ray cluster (host:port, or auto); null takes RAY_ADDRESS, as Ray does; without that, or local: one starts here"
+    )
     cpus: int | None = Field(
         None, ge=1, description="CPUs that a cluster started here shares out, one per thread of each actor; null: the machine's cores, at least 2"
     )

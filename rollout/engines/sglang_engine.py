@@ -22,6 +22,8 @@ from weight_sync.contracts import Bucket, GroupSpec, Manifest, Payload
 HEALTH_DEADLINE_S = 10.0
 ABORT_INTERVAL_S = 0.02
 ABORT_GRACE_S = 2.0
+ABORT_DEADLINE_S = 60.0
+"""How long a server may go on with requests that it was told to end. They end within a step, so after this it is broken."""
 
 
 class SGLangEngine:
@@ -229,8 +231,15 @@ class SGLangEngine:
         return await asyncio.to_thread(self._server.call, path, body)
 
     async def _abort_until(self, done: Callable[[], bool], ids: set[str] | None = None) -> None:
-        """Again and again, since a request that was posted just now may reach the scheduler after the call to abort it."""
+        """Again and again, since a request that was posted just now may reach the scheduler after the call to abort it.
+
+        Raises:
+            EngineError: requests are still there after ABORT_DEADLINE_S.
+        """
+        deadline = time.monotonic() + ABORT_DEADLINE_S
         while not done():
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self._server.name} did not end its {len(self._in_flight)} requests within {ABORT_DEADLINE_S:g} s of being told to")
             await self._abort_once(ids)
             await asyncio.sleep(ABORT_INTERVAL_S)
 

@@ -26,10 +26,10 @@ from rollout.engines.sglang_manifest import TIED_HEAD, stored_specs
 from rollout.engines.sglang_served import check_served
 from rollout.engines.sglang_server import SGLangServer
 from weight_sync.buckets import export_bytes
-from weight_sync.contracts import Bucket, FromStore, GroupSpec, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
+from weight_sync.contracts import Bucket, FromStore, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
 from weight_sync.digests import digest
 from weight_sync.manifest import check_manifest
-from weight_sync.transports.broadcast import BroadcastGroup, join
+from weight_sync.transports.broadcast import Membership
 from weight_sync.transports.delta import DeltaReader
 from weight_sync.transports.shared_memory import read_bucket
 
@@ -50,7 +50,8 @@ class SGLangWeights:
         self._dtype = dtype
         self._ranks = ranks
         self._specs: dict[str, TensorSpec] | None = None
-        self._group: BroadcastGroup | None = None
+        self._membership = Membership(server.name)
+        self.join, self.leave = self._membership.join, self._membership.leave
         self._delta = DeltaReader()
         self._retained: Stored | None = None  # None: the model directory itself
         self._manifest: Manifest | None = None
@@ -63,15 +64,6 @@ class SGLangWeights:
     @property
     def open(self) -> bool:
         return self._manifest is not None
-
-    def join(self, group: GroupSpec, rank: int) -> None:
-        self.leave()
-        self._group = join(group, rank)
-
-    def leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
 
     def check(self, manifest: Manifest) -> None:
         """Refuse, before a byte moves, what the server would die of. Raises WeightSyncError."""
@@ -181,9 +173,7 @@ class SGLangWeights:
         self._server.call("/update_weights_from_tensor", body)
 
     def _receive_to(self, path: Path, bucket: Bucket) -> None:
-        if self._group is None:
-            raise WeightSyncError(f"{self._server.name}: bucket {bucket.index} comes by broadcast, but weights_join was not called")
-        _write(path, self._group.receive(bucket))
+        _write(path, self._membership.receive(bucket))
 
     def _held(self) -> dict[str, torch.Tensor]:
         """What is retained of the version that is served."""

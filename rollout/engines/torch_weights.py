@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from weight_sync.contracts import Bucket, FromStore, GroupSpec, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
+from weight_sync.contracts import Bucket, FromStore, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
 from weight_sync.digests import digest
 from weight_sync.manifest import check_manifest
-from weight_sync.transports.broadcast import BroadcastGroup, join
+from weight_sync.transports.broadcast import Membership
 from weight_sync.transports.delta import DeltaReader
 from weight_sync.transports.shared_memory import read_bucket
 
@@ -24,17 +24,9 @@ class StagedWeights:
         self.specs = {name: _spec(name, part) for name, part in self._held().items()}
         self._manifest: Manifest | None = None
         self._staged: dict[str, Tensor] = {}
-        self._group: BroadcastGroup | None = None
+        self._membership = Membership("torch engine")
+        self.join, self.leave = self._membership.join, self._membership.leave
         self._delta = DeltaReader()
-
-    def join(self, group: GroupSpec, rank: int) -> None:
-        self.leave()
-        self._group = join(group, rank)
-
-    def leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
 
     def begin(self, manifest: Manifest) -> None:
         """Raises WeightSyncError naming the first tensor whose name, shape or dtype is not the model's, that comes twice or lacks."""
@@ -53,10 +45,8 @@ class StagedWeights:
             staged.update((name, tensor.clone()) for name, tensor in read_bucket(bucket, payload).items())
         elif isinstance(payload, FromStore):
             staged.update(self._delta.read(bucket, payload, self._held().__getitem__))
-        elif self._group is None:
-            raise WeightSyncError(f"torch engine: bucket {bucket.index} comes by broadcast, but no group was joined")
         else:
-            staged.update(self._group.receive(bucket))
+            staged.update(self._membership.receive(bucket))
 
     def prepared(self, digests: bool) -> dict[str, str]:
         if self._manifest is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from tests.run.runs import make_task, rl_recipe  # noqa: E402
 
 
 def main(folder: Path) -> None:
-    """One CPU a node, so that the trainer rank and the engine cannot be on the same one."""
+    """One CPU a node, so that the trainer rank and the engine cannot be on the same one. Joined as `ray job submit` has it."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False})
     try:
         nodes.add_node(num_cpus=1, object_store_memory=100 * 2**20)
-        rl.run(rl_recipe(make_task(folder), folder / "run", f"cluster.address={nodes.address}", "weight_sync.transport=broadcast", "run.steps=2"))
+        os.environ["RAY_ADDRESS"] = nodes.address
+        rl.run(rl_recipe(make_task(folder), folder / "run", "weight_sync.transport=broadcast", "run.steps=2"))
         actors = {node["NodeID"] for node in ray.nodes()} if ray.is_initialized() else set()
         print(f"nodes still joined: {len(actors)}")
     finally:

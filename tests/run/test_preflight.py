@@ -117,6 +117,17 @@ def test_a_stale_ray_address_is_refused(recipe, monkeypatch):
     assert f"RAY_ADDRESS = '{address}', but nothing answers there" in refused(recipe())
 
 
+def test_a_stale_ray_address_does_not_matter_to_a_recipe_that_names_a_cluster(recipe, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    preflight.check_rl(recipe("cluster.address=local"))
+
+
+def test_resources_of_the_cluster_at_ray_address_are_not_those_of_this_machine(recipe, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{listening.getsockname()[1]}")
+        preflight.check_rl(recipe("trainer.ranks=300"))
+
+
 def test_a_cluster_address_that_does_not_answer_is_refused(recipe):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"

@@ -105,6 +105,31 @@ class BroadcastGroup:
         return MemberLeft(f"group {self._group.name!r}, bucket {bucket.index}: a member left or {self._group.timeout_s:g} s passed: {error}")
 
 
+class Membership:
+    """An engine's place in at most one group at a time. `who` is what errors call it."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._group: BroadcastGroup | None = None
+
+    def join(self, group: GroupSpec, rank: int) -> None:
+        """Become member `rank` of `group`, and leave the one before. Raises WeightSyncError as `join` does."""
+        self.leave()
+        self._group = join(group, rank)
+
+    def leave(self) -> None:
+        """Also frees a thread that waits in `receive`. Idempotent."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def receive(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """See `BroadcastGroup.receive`."""
+        if self._group is None:
+            raise WeightSyncError(f"{self._who}: bucket {bucket.index} comes by broadcast, but weights_join was not called")
+        return self._group.receive(bucket)
+
+
 def join(group: GroupSpec, rank: int, listener: Listener | None = None) -> BroadcastGroup:
     """Become member `rank` of `group`; blocks until all are there. Rank 0 passes the `Listener` whose port is in `group`.
 

@@ -21,6 +21,7 @@ from miles.core.model.config import ModelConfig
 from miles.core.model.load import load_model
 from miles.core.model.packed import packed_logprobs
 from rollout.config import RolloutConfig
+from rollout.engines import sglang_engine
 from rollout.engines.contracts import EngineError, Generation, Request
 from rollout.engines.sglang_engine import SGLangEngine
 from rollout.engines.sglang_launcher import group_members, shared_files
@@ -89,6 +90,18 @@ def test_true_on_policy_logprobs_are_the_trainers_bit_for_bit(doomed: SGLangEngi
 def test_without_the_batch_invariant_operators_they_are_not(sglang_engine: SGLangEngine, tiny_model: Path, tmp_path: Path) -> None:
     Bench(sglang_engine, tiny_model).settle(tmp_path)
     assert 0.0 < _largest_difference(sglang_engine, tiny_model, 1.0) < 2e-5
+
+
+def test_a_request_that_no_abort_ends_is_an_error_at_the_deadline(doomed: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the server does not know of, so it never ends it."""
+    monkeypatch.setattr(sglang_engine, "ABORT_DEADLINE_S", 0.2)
+    doomed._enter([request()], ["lost"])
+    try:
+        with pytest.raises(EngineError, match=r"did not end its 1 requests within 0\.2 s"):
+            asyncio.run(doomed.pause("abort"))
+    finally:
+        doomed._leave(["lost"])
+        asyncio.run(doomed.resume())
 
 
 def test_the_first_tokens_carry_the_version_the_engine_was_started_with(doomed: SGLangEngine) -> None:
