@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -59,12 +60,13 @@ def load(schema: type[T], path: Path | str | None, overrides: Sequence[str] = ()
         path = Path(path)
         text, tree = read_recipe(path)
         lines = _line_numbers(text)
-        for key, _ in _leaves(tree, ""):
-            origins[key] = f"{path.name}:{lines[key]}" if key in lines else path.name
+        origins = {key: path.name for key, _ in _leaves(tree, "")} | {key: f"{path.name}:{line}" for key, line in lines.items()}
     for override in overrides:
         key, value = _parse_override(override)
         _set(tree, key, value, override)
         origins = {k: v for k, v in origins.items() if not k.startswith(key + ".")}
+        for parent in [k for k in origins if key.startswith(k + ".")]:  # a list, of which one item's value is another
+            origins[parent] = f"{origins[parent].removesuffix(_AND_HERE)}{_AND_HERE}"
         origins[key] = "command line"
     try:
         config = schema.model_validate(_with_nulls(tree))
@@ -136,17 +138,23 @@ def _parent_origin(key: str, origins: dict[str, str]) -> str:
     return "default"
 
 
-_TABLE = re.compile(r"^\s*\[+\s*([\w.\-\"']+)\s*\]+")
+_TABLE = re.compile(r"^\s*\[(\[?)\s*([\w.\-\"']+)\s*\]+")
 _KEY = re.compile(r"^\s*([\w.\-\"']+)\s*=")
 
 
 def _line_numbers(text: str) -> dict[str, int]:
-    """Line of each `key =` in a TOML text. For messages only, so a key inside a multi-line string does no harm."""
+    """Line of each `key =` and of each list of tables in a TOML text. For messages only, so a key inside a multi-line string does no harm."""
     table = ""
+    items: Counter[str] = Counter()
     lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if match := _TABLE.match(line):
-            table = match[1].replace('"', "").replace("'", "") + "."
+            name = match[2].replace('"', "").replace("'", "")
+            table = f"{name}."
+            if match[1]:  # [[name]]: the next item of a list
+                lines.setdefault(name, number)
+                table = f"{name}.{items[name]}."
+                items[name] += 1
         elif match := _KEY.match(line):
             lines.setdefault(table + match[1].replace('"', "").replace("'", ""), number)
     return lines
@@ -171,14 +179,28 @@ def _with_nulls(node: Any) -> Any:
     return None if node == "null" else node
 
 
-def _set(tree: dict[str, Any], key: str, value: Any, override: str) -> None:
+def _set(tree: Any, key: str, value: Any, override: str) -> None:
+    """Set `key` in `tree`, making the sections on the way; a number names an item that a list has already."""
     *parents, last = key.split(".")
+    parent = ""
     for part in parents:
-        tree = tree.setdefault(part, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"override {override!r}: {part!r} is a value, not a section")
-    tree[last] = value
+        tree = tree.setdefault(part, {}) if isinstance(tree, dict) else tree[_place(tree, parent, part, override)]
+        parent = part
+    if isinstance(tree, dict):
+        tree[last] = value
+    else:
+        tree[_place(tree, parent, last, override)] = value
 
+
+def _place(tree: Any, name: str, part: str, override: str) -> int:
+    if not isinstance(tree, list):
+        raise ConfigError(f"override {override!r}: {name!r} is a value, not a section")
+    if not part.isdigit() or int(part) >= len(tree):
+        raise ConfigError(f"override {override!r}: {name!r} is a list of {len(tree)} in the recipe, whose items are numbered from 0; {part!r} is none of them")
+    return int(part)
+
+
+_AND_HERE = ", command line"
 
 _CURES = {
     "list_type": 'Input should be a list, for example ["a", "b"]',
@@ -208,8 +230,17 @@ def _explain(error: ValidationError, schema: type[Section], origins: dict[str, s
 def _nearest_option(location: list[str], schema: type[Section]) -> str:
     section = schema
     for part in location[:-1]:
-        inner = _section_type(section.model_fields[part].annotation) if part in section.model_fields else None
+        if part.isdigit():
+            continue  # an item of a list: its type was found by the list's name
+        field = section.model_fields.get(part)
+        inner = None if field is None else _section_type(field.annotation) or _item_type(field.annotation)
         if inner is None:
             return ""
         section = inner
     return nearest(".".join(location), [".".join([*location[:-1], name]) for name in section.model_fields])
+
+
+def _item_type(annotation: Any) -> type[Section] | None:
+    """`Item` of `list[Item]`."""
+    items = get_args(annotation) if get_origin(annotation) is list else ()
+    return _section_type(items[0]) if items else None

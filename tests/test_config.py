@@ -15,9 +15,14 @@ class Engine(Section):
     name: str | None = Field("plain", description="a name")
 
 
+class Part(Section):
+    weight: float = 1.0
+
+
 class Job(Section):
     title: str
     lr: float = 0.1
+    parts: list[Part] = Field(default_factory=list)
     tags: list[str] = Field(default_factory=list)
     engine: Engine = Engine()
 
@@ -34,6 +39,7 @@ def test_origins_say_file_line_command_line_or_default(tmp_path: Path) -> None:
     assert leaves == {
         "title": ("a", "job.toml:1"),
         "lr": (0.5, "command line"),
+        "parts": ([], "default"),
         "tags": ([], "default"),
         "engine.threads": (2, "job.toml:4"),
         "engine.name": ("plain", "default"),
@@ -57,6 +63,11 @@ def test_null_stands_for_none_in_both_places(tmp_path: Path) -> None:
 def test_an_unknown_key_names_the_nearest_valid_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'engine.thread' \(job.toml:3\); did you mean 'engine.threads'\?"):
         load(Job, recipe(tmp_path, 'title = "a"\n[engine]\nthread = 2\n'))
+
+
+def test_an_unknown_key_in_an_item_of_a_list_does_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'parts.1.wieght' \(job.toml:5\); did you mean 'parts.1.weight'\?"):
+        load(Job, recipe(tmp_path, 'title = "a"\n[[parts]]\nweight = 2.0\n[[parts]]\nwieght = 2.0\n'))
 
 
 def test_a_wrong_value_is_quoted_with_its_place() -> None:
@@ -108,6 +119,16 @@ def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
         load(Job, tmp_path / "nowhere.toml")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load(Job, recipe(tmp_path, "title = "))
+
+
+def test_an_override_reaches_an_item_of_a_list(tmp_path: Path) -> None:
+    path = recipe(tmp_path, 'title = "a"\n[[parts]]\n[[parts]]\nweight = 2.0\n')
+    resolved = load(Job, path, ["parts.1.weight=2.5", "parts.1.weight=3"])
+    assert [part.weight for part in resolved.config.parts] == [1.0, 3.0]
+    assert {key: origin for key, _, origin in resolved.leaves()}["parts"] == "job.toml:2, command line"
+    for key, message in (("parts.2.weight", "'parts' is a list of 2"), ("title.x", "'title' is a value, not a section")):
+        with pytest.raises(ConfigError, match=message):
+            load(Job, path, [f"{key}=3"])
 
 
 def test_an_override_without_a_value_shows_the_form() -> None:
