@@ -13,7 +13,7 @@ from algorithms.ratio import ratio
 from algorithms.registry import register_loss
 
 
-@register_loss("cispo")
+@register_loss("cispo", by_token=True)
 def cispo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     """`clipped_N` marks the tokens whose weight is bounded; they are trained all the same."""
     ratio_N = ratio(tokens).detach()

@@ -21,14 +21,14 @@ from algorithms.ratio import ratio
 from algorithms.registry import register_loss
 
 
-@register_loss("dppo_tv")
+@register_loss("dppo_tv", by_token=True)
 def dppo_tv(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     """Bounded total variation."""
     divergence_N = (tokens.logprobs_N.detach().exp() - tokens.old_logprobs_N.exp()).abs()
     return _masked_surrogate(tokens, divergence_N, config)
 
 
-@register_loss("dppo_kl")
+@register_loss("dppo_kl", by_token=True)
 def dppo_kl(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     """Bounded binary KL(pi_old || pi)."""
     new_N, old_N = tokens.logprobs_N.detach(), tokens.old_logprobs_N

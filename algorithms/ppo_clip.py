@@ -18,7 +18,7 @@ from algorithms.ratio import ratio
 from algorithms.registry import register_loss
 
 
-@register_loss("ppo_clip")
+@register_loss("ppo_clip", by_token=True)
 def ppo_clip(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     """The gradient of a token is 0 exactly where the clip holds it."""
     ratio_N, advantages_N = ratio(tokens), tokens.advantages_N

@@ -37,6 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _ADVANTAGES: dict[str, Advantage] = {}
 _LOSSES: dict[str, Objective] = {}
+_BY_TOKEN: set[str] = set()
 
 
 def register_advantage(name: str) -> Callable[[F], F]:
@@ -44,8 +45,10 @@ def register_advantage(name: str) -> Callable[[F], F]:
     return _registrar(_ADVANTAGES, name)
 
 
-def register_loss(name: str) -> Callable[[F], F]:
-    """Decorator: make an `Objective` available as `algorithm.loss = name`."""
+def register_loss(name: str, *, by_token: bool = False) -> Callable[[F], F]:
+    """Decorator: make an `Objective` available as `algorithm.loss = name`. `by_token`: what it says of a token depends on that token alone."""
+    if by_token:
+        _BY_TOKEN.add(name)
     return _registrar(_LOSSES, name)
 
 
@@ -109,6 +112,13 @@ def loss(config: AlgorithmConfig) -> LossFn:
         return LossOutput(loss=policy if regulariser is None else policy + regulariser, sums=sums | more)
 
     return composed
+
+
+def is_by_token(config: AlgorithmConfig) -> bool:
+    """Whether the loss of `config` looks at each token alone, so that even the parts of one sequence add up. Unknown functions do not."""
+    _import_all()
+    of_sequences = config.sequence_mask is not None or (config.correction != "none" and config.correction_level != "token")
+    return config.loss in _BY_TOKEN and not of_sequences
 
 
 def _regulariser(tokens: Tokens, counts: Counts, config: AlgorithmConfig) -> tuple[Tensor | None, dict[str, Tensor]]:

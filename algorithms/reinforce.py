@@ -14,14 +14,14 @@ from algorithms.ratio import ratio
 from algorithms.registry import register_loss
 
 
-@register_loss("reinforce")
+@register_loss("reinforce", by_token=True)
 def reinforce(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     """No token is clipped; the ratio is reported alone."""
     ratio_N = ratio(tokens).detach()
     return TokenLoss(loss_N=-tokens.advantages_N * tokens.logprobs_N, ratio_N=ratio_N, clipped_N=torch.zeros_like(tokens.mask_N))
 
 
-@register_loss("importance")
+@register_loss("importance", by_token=True)
 def importance(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     """No token is clipped."""
     ratio_N = ratio(tokens)

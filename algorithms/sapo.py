@@ -16,7 +16,7 @@ from algorithms.ratio import ratio
 from algorithms.registry import register_loss
 
 
-@register_loss("sapo")
+@register_loss("sapo", by_token=True)
 def sapo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     """Nothing is clipped: every token keeps some gradient."""
     ratio_N = ratio(tokens)

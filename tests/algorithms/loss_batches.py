@@ -101,6 +101,16 @@ def run(loss_fn: LossFn, batch: Sequence[Row], counts: Counts, dtype: torch.dtyp
     return float(out.loss.detach()), parts, {name: float(value) for name, value in out.sums.items()}
 
 
+def run_tokens(loss_fn: LossFn, batch: Sequence[Row], counts: Counts, part: slice) -> tuple[float, NDArray[np.float64], dict[str, float]]:
+    """As `run`, of some of the batch's tokens alone, which may begin and end within a sequence."""
+    whole = tokens_of(batch)
+    names = ("logprobs_N", "old_logprobs_N", "rollout_logprobs_N", "advantages_N", "mask_N", "sequence_N", "entropy_N", "reference_logprobs_N")
+    tokens = replace(whole, **{name: getattr(whole, name)[part] for name in names})
+    out = loss_fn(tokens, counts)
+    (gradient_N,) = torch.autograd.grad(out.loss, tokens.logprobs_N)
+    return float(out.loss.detach()), gradient_N[tokens.mask_N].numpy(), {name: float(value) for name, value in out.sums.items()}
+
+
 def numeric_gradient(value: Callable[[NDArray[np.float64]], float], at: NDArray[np.float64], step: float = 1e-6) -> NDArray[np.float64]:
     """Central differences of a scalar function."""
     gradient = np.zeros_like(at)

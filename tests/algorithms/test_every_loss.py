@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from algorithms import registry
 from algorithms.config import AlgorithmConfig
-from tests.algorithms.loss_batches import GUARD_SHARE, Row, count, numeric_gradient, rows, run, tokens_of, with_noise_where_masked
+from tests.algorithms.loss_batches import GUARD_SHARE, Row, count, numeric_gradient, rows, run, run_tokens, tokens_of, with_noise_where_masked
 
 LOSSES = registry.loss_names()
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_constant")
@@ -82,6 +82,26 @@ def test_microbatches_add_up(variant, seed, lengths, aggregation, cut) -> None:
         {name: sum(p[2][name] for p in pieces) for name in pieces[0][2]},
     )
     assert_same(run(fn, batch, counts), joined)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if registry.is_by_token(AlgorithmConfig(**v))], ids=label)
+@few
+@given(seed=seeds, lengths=lengths, aggregation=st.sampled_from(AGGREGATIONS), cut=st.integers(0, 30))
+def test_what_looks_at_each_token_alone_adds_up_over_parts_of_sequences(variant, seed, lengths, aggregation, cut) -> None:
+    batch = rows(seed, lengths)
+    counts, fn = count(batch), build(variant, aggregation)
+    parts = [run_tokens(fn, batch, counts, tokens) for tokens in (slice(0, cut), slice(cut, None))]
+    loss, gradients, sums = run(fn, batch, counts)
+    assert sum(p[0] for p in parts) == pytest.approx(loss, rel=1e-12, abs=1e-12)
+    np.testing.assert_allclose(np.concatenate([p[1] for p in parts]), np.concatenate(gradients), rtol=1e-10, atol=1e-13)
+    assert {name: sum(p[2][name] for p in parts) for name in sums} == pytest.approx(sums, rel=1e-10, abs=1e-10)
+
+
+def test_what_looks_at_whole_sequences_is_known() -> None:
+    by_sequence = {name for name in LOSSES if not registry.is_by_token(AlgorithmConfig(loss=name))}
+    assert by_sequence == {"gspo", "gspo_token"}
+    assert not registry.is_by_token(AlgorithmConfig(sequence_mask=1.0))
+    assert not registry.is_by_token(AlgorithmConfig(loss="tests.my_loss:cut"))
 
 
 @every_variant

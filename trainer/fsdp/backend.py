@@ -317,13 +317,17 @@ class FSDPBackend:
             tokens = self._tokens(row, logprobs_N, entropy_N, recompute=recompute)
             meters.mismatch(tokens)
             return self._distiller.loss(tokens, divergence_N, counts)
-        scores = self._policy.forward(row, self._temperature, True, self._algorithm.entropy_coef != 0)
-        tokens = self._tokens(row, *scores, recompute=recompute)
-        meters.mismatch(tokens)
-        return self._loss(tokens, counts)
+
+        def loss(part: Row, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossOutput:
+            tokens = self._tokens(part, logprobs_N, entropy_N, recompute=recompute)
+            meters.mismatch(tokens)
+            return self._loss(tokens, counts)
+
+        by_token = registry.is_by_token(self._algorithm)
+        return self._policy.loss(row, loss, self._temperature, entropy=True, entropy_gradient=self._algorithm.entropy_coef != 0, by_token=by_token)
 
     def _sft_loss(self, row: Row, counts: Counts) -> LossOutput:
-        return nll(self._tokens(row, *self._policy.forward(row, 1.0, False)), counts)
+        return self._policy.loss(row, lambda part, *scores: nll(self._tokens(part, *scores), counts), 1.0, by_token=True)
 
     def _tokens(self, row: Row, logprobs_N: Tensor, entropy_N: Tensor | None, *, recompute: bool = False) -> Tokens:
         old_N = row.rollout_logprobs_N

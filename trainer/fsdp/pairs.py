@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from algorithms.contracts import LossOutput, masked
-from algorithms.preference.config import PairConfig, RewardModelConfig
+from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
 from algorithms.preference.objective import Pairs, preference_loss, reward_loss
 from miles.core.model.reward import packed_rewards
 from miles.data.types import Sample
@@ -55,7 +56,9 @@ class PairLoss:
         if isinstance(self.config, RewardModelConfig):
             rewards_S = packed_rewards(self.model, row.tokens_T, row.positions_T, row.sequence_T)
             return reward_loss(_paired(rewards_S), self.config, total)
-        logprobs_N, _ = self.policy.forward(row, 1.0, False)
+        return self.policy.loss(row, partial(self._of_answers, self.config, total), 1.0, together=2)
+
+    def _of_answers(self, config: PreferenceConfig, total: int, row: Row, logprobs_N: Tensor, _: Tensor | None) -> LossOutput:
         reference_N = row.reference_logprobs_N
         pairs = Pairs(
             logprobs_P2=_paired(_answer_sums(logprobs_N, row)),
@@ -63,7 +66,7 @@ class PairLoss:
             reference_P2=None if reference_N is None else _paired(_answer_sums(reference_N, row)),
             kl=self.kl,
         )
-        return preference_loss(pairs, self.config, total)
+        return preference_loss(pairs, config, total)
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:

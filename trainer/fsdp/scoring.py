@@ -1,9 +1,11 @@
-"""Packed rows as tensors on the device, and their log-probs by a model: with a graph to train, or without to compare."""
+"""Packed rows as tensors on the device, and what a model makes of them: a loss to train on, or log-probs, with a graph or without."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from miles.core.model.packed import packed_logprobs
+from algorithms.contracts import LossOutput
+from miles.core.model.fused_loss import even_parts, whole_parts
+from miles.core.model.packed import packed_logprobs, packed_loss
 from trainer.fsdp.model import reshard
 from trainer.fsdp.share import MicroBatch
 from trainer.split_forward.executor import Executor, SplitPass
@@ -22,8 +26,8 @@ from trainer.split_forward.executor import Executor, SplitPass
 class Row:
     """One micro-batch on the device: T tokens, N response tokens, S sequences. Shapes as in `Packed` and `Tokens`.
 
-    `start_logprobs_N` and `reference_logprobs_N` are filled in when the objective needs them, `values_N` (at the step's start) and
-    `returns_N` (NaN where there is nothing to learn) when there is a critic.
+    `response_length_S` lies on the host. `start_logprobs_N` and `reference_logprobs_N` are filled in when the objective needs them, `values_N`
+    (at the step's start) and `returns_N` (NaN where there is nothing to learn) when there is a critic.
     """
 
     tokens_T: Tensor
@@ -36,11 +40,26 @@ class Row:
     sequence_N: Tensor
     num_sequences: int
     sequence_length_S: Tensor
+    response_length_S: tuple[int, ...]
     start_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
     returns_N: Tensor | None = None
     split: SplitPass | None = None
+
+    def part(self, tokens: slice, sequences: slice) -> Row:
+        """What a loss reads, of these response tokens alone, which lie in these sequences; `tokens_T` and its like stay whole."""
+        cut: dict[str, Any] = {"num_sequences": sequences.stop - sequences.start}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and field.name.endswith(("_N", "_S")):
+                cut[field.name] = value[tokens if field.name.endswith("_N") else sequences]
+        cut["sequence_N"] = cut["sequence_N"] - sequences.start
+        return replace(self, **cut)
+
+
+RowLoss = Callable[[Row, Tensor, Tensor | None], LossOutput]
+"""`(row or a part of one, log-probs, entropies or None)` -> their share of the step's loss."""
 
 
 def own_part(micro: MicroBatch, values: Sequence[Tensor] | None, device: torch.device) -> Tensor:
@@ -73,10 +92,45 @@ class Scorer:
             num_sequences=packed.num_sequences,
             sequence_length_S=self._moved(trained_S),
             split=micro.split,
+            response_length_S=tuple(packed.response_length_S.tolist()),
         )
 
     def _moved(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def loss(
+        self, row: Row, loss: RowLoss, temperature: float, *, entropy: bool = False, entropy_gradient: bool = False, together: int = 1, by_token: bool = False
+    ) -> LossOutput:
+        """`loss` of the row, ready for one backward, computed part by part while the logits of a part are there. Collective.
+
+        Args:
+            entropy: whether `loss` is given entropies; with `entropy_gradient` it may also be differentiated in them.
+            together: so many neighbouring sequences are never parted.
+            by_token: the loss looks at each token alone, so a sequence may be parted.
+        """
+        if row.split is not None:  # its log-probs come from several passes, so none of these has the logits of a whole answer
+            return loss(row, *self.forward(row, temperature, entropy, entropy_gradient))
+        sums: dict[str, Tensor] = {}
+        cuts = _parts(row.response_length_S, self._chunk, together, by_token)
+
+        def of_part(tokens: slice, logprobs_N: Tensor, entropy_N: Tensor | None) -> Tensor:
+            out = loss(row.part(tokens, cuts[tokens.start, tokens.stop]), logprobs_N, entropy_N)
+            for name, value in out.sums.items():
+                sums[name] = sums[name] + value if name in sums else value
+            return out.loss
+
+        where = row.tokens_T, row.positions_T, row.sequence_T, row.scored_N
+        total = packed_loss(
+            self._model,
+            *where,
+            of_part,
+            [slice(*tokens) for tokens in cuts],
+            temperature=temperature,
+            chunk=self._chunk,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+        )
+        return LossOutput(loss=total, sums=sums)
 
     def forward(self, row: Row, temperature: float, entropy: bool, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
         """`(logprobs_N, entropy_N or None)` with their graph, the entropy's only with `entropy_gradient`. Collective."""
@@ -104,3 +158,17 @@ class Scorer:
             self.settle(row)
         reshard(self._model)
         return logprobs_N
+
+
+def _parts(lengths: Sequence[int], chunk: int, together: int, by_token: bool) -> dict[tuple[int, int], slice]:
+    """The parts a row's loss is computed in: from tokens `(start, stop)` to the sequences they lie in."""
+    ends = [0, *accumulate(lengths)]
+    if by_token:
+        parts = even_parts(ends[-1], chunk)
+        first = [bisect_right(ends, part.start, hi=len(lengths)) - 1 for part in parts]
+        last = [bisect_left(ends, part.stop, lo=1) for part in parts]
+        return {(part.start, part.stop): slice(a, max(a + 1, b)) for part, a, b in zip(parts, first, last, strict=True)}
+    units = [slice(i, min(i + together, len(lengths))) for i in range(0, len(lengths), together)]
+    groups = whole_parts([ends[unit.stop] - ends[unit.start] for unit in units], chunk)
+    sequences = [slice(units[group[0]].start, units[group[-1]].stop) for group in groups]
+    return {(ends[s.start], ends[s.stop]): s for s in sequences}

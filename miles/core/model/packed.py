@@ -7,7 +7,7 @@ call's). Output head and scoring run inside the root's forward, where the head's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch.nn.functional import linear as plain_linear
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from miles.core.model.fused_loss import PartLoss, fused_loss
 from miles.core.model.scoring import score
 
 ATTENTION = "miles"
+_FIRST_TOKEN = "the first token of a sequence has nothing before it and no log-probability"
 _PADDED_SHARE = 1.25  # a block of sequences is padded to its longest one by at most this factor
 
 
@@ -49,7 +51,7 @@ def packed_logprobs(
     Raises:
         ValueError: the model's logits are not `hidden @ weight.T` (a biased, capped or scaled head).
     """
-    assert bool((positions_T[target_index_N] > 0).all()), "the first token of a sequence has nothing before it and no log-probability"
+    assert bool((positions_T[target_index_N] > 0).all()), _FIRST_TOKEN
     targets_N = tokens_T[target_index_N]
     head = output_head(model)
     linear = getattr(model, "batch_invariant_linear", plain_linear)
@@ -63,6 +65,46 @@ def packed_logprobs(
     if not entropy:
         return values_2N[0], None
     return values_2N[0], values_2N[1] if entropy_gradient else values_2N[1].detach()
+
+
+def packed_loss(
+    model: PreTrainedModel,
+    tokens_T: Tensor,
+    positions_T: Tensor,
+    sequence_T: Tensor,
+    target_index_N: Tensor,
+    loss: PartLoss,
+    parts: Sequence[slice],
+    *,
+    temperature: float,
+    chunk: int,
+    entropy: bool = False,
+    entropy_gradient: bool = True,
+) -> Tensor:
+    """The sum over `parts` of a loss on the log-probs of the tokens at `target_index_N`: a scalar, to be differentiated once.
+
+    The same gradients as by `packed_logprobs`, without logits that are computed again or kept: `fused_loss.fused_loss`, where `loss`, `parts`
+    and the options are explained. Other arguments and errors as in `packed_logprobs`.
+    """
+    assert bool((positions_T[target_index_N] > 0).all()), _FIRST_TOKEN
+    targets_N = tokens_T[target_index_N]
+    linear = getattr(model, "batch_invariant_linear", plain_linear)
+
+    def forward(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+        return fused_loss(
+            hidden_ND,
+            weight_VD,
+            targets_N,
+            loss,
+            parts,
+            temperature=temperature,
+            chunk=chunk,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+            linear=linear,
+        )
+
+    return through_head(model, tokens_T, positions_T, sequence_T, target_index_N - 1, forward)
 
 
 def through_head(
