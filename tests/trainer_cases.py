@@ -21,6 +21,7 @@ from algorithms.preference.config import PairConfig
 from miles.core.model.config import ModelConfig
 from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Group, Prompt, Sample, Status
+from trainer.actor import backend_class
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.fsdp.backend import FSDPBackend
 from trainer.fsdp.optimizer import Optimizer
@@ -91,16 +92,17 @@ def make_backend(
     dtype: torch.dtype = torch.float64,
     pairs: PairConfig | None = None,
     critic: dict[str, Any] | None = None,
-) -> FSDPBackend:
-    """A backend that never clips, in float64 unless told otherwise."""
+) -> Any:
+    """A backend, FSDP2's unless `trainer` names another, that never clips, in float64 unless told otherwise."""
     if dtype == torch.float64:
         # transformers computes norms in float32, a floor of 1e-7 that would hide what these tests look for.
         _PATCHED.forward = _exact_norm
     else:
         _PATCHED.forward = _NORM
-    return FSDPBackend(
+    config = TrainerConfig(**({"lr": 1e-3, "clip_norm": float("inf")} | (trainer or {})))
+    return backend_class(config)(
         ModelConfig(path=str(path), **(model or {})),
-        TrainerConfig(**({"lr": 1e-3, "clip_norm": float("inf")} | (trainer or {}))),
+        config,
         AlgorithmConfig(**(algorithm or {})),
         temperature=temperature,
         max_new_tokens=16,

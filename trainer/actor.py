@@ -54,14 +54,13 @@ class TrainerRank:
         """Join the group and build the backend; returns this node's address."""
         import torch
 
-        from trainer.fsdp.backend import FSDPBackend
         from trainer.rendezvous import join
 
         threads = options["trainer"].threads
         torch.set_num_threads(threads)
         join(meeting, self._store, rank=self._rank, world=self._world, address=self._address, gpu=self._gpu, timeout_s=self._timeout_s)
         device = torch.device("cuda", torch.cuda.current_device()) if self._gpu else torch.device("cpu")
-        self._backend = FSDPBackend(**options, rank=self._rank, world=self._world, device=device)
+        self._backend = backend_class(options["trainer"])(**options, rank=self._rank, world=self._world, device=device)
         return self._address
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +71,17 @@ class TrainerRank:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run `function(backend, rank, *args)`: how weight_sync's senders reach the weights."""
         return function(self._backend, self._rank, *args)
+
+
+def backend_class(config: TrainerConfig) -> type[Any]:
+    """Imported when asked for: each brings packages that the other can do without."""
+    if config.backend == "megatron":
+        from trainer.megatron.backend import MegatronBackend
+
+        return MegatronBackend
+    from trainer.fsdp.backend import FSDPBackend
+
+    return FSDPBackend
 
 
 class TrainerGroup:

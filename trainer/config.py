@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from miles.config import Section
 
@@ -43,8 +43,14 @@ class CriticConfig(OptimizerConfig):
 class TrainerConfig(OptimizerConfig):
     """The trainer backend and its shape."""
 
-    backend: Literal["fsdp"] = Field("fsdp", description="fsdp: FSDP2 on any transformers causal language model")
-    ranks: int = Field(1, ge=1, description="data-parallel ranks, one process each")
+    backend: Literal["fsdp", "megatron"] = Field(
+        "fsdp", description="fsdp: FSDP2 on any transformers causal language model; megatron: Megatron-Core, for models whose layers must be divided"
+    )
+    ranks: int = Field(1, ge=1, description="ranks, one process each: data-parallel (fsdp), or data- x tensor- x pipeline-parallel (megatron)")
+    tensor_parallel: int = Field(1, ge=1, description="megatron: ranks that share the heads and columns of each layer")
+    pipeline_parallel: int = Field(1, ge=1, description="megatron: stages of layers, one behind the other")
+    pipeline_chunks: int = Field(1, ge=1, description="megatron: pieces of the model on each stage; more than one interleaves them for shorter idle times")
+    expert_parallel: int = Field(1, ge=1, description="megatron: ranks that share the experts of a layer; they are data- and tensor-parallel otherwise")
     timeout_s: float = Field(600, gt=0, description="seconds that a rank waits for the others in a collective; one that hangs is then named and the run ends")
     threads: int = Field(1, ge=1, description="CPU threads of each rank")
     gpus_per_rank: float = Field(0, ge=0, description="GPUs of each rank; 0 trains on CPU with gloo")
@@ -53,3 +59,12 @@ class TrainerConfig(OptimizerConfig):
     activation_checkpointing: bool = Field(False, description="recompute each layer in the backward: less memory, more time")
     prompt_sharing: bool = Field(False, description="tokens that several sequences begin with are computed once: the same gradients, less work and memory")
     logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at once")
+
+    @model_validator(mode="after")
+    def _parallel(self) -> TrainerConfig:
+        for option in ("tensor_parallel", "pipeline_parallel", "pipeline_chunks", "expert_parallel"):
+            if self.backend == "fsdp" and getattr(self, option) > 1:
+                raise ValueError(f"trainer.{option} = {getattr(self, option)} needs trainer.backend = 'megatron': fsdp shards parameters over all its ranks")
+        if self.backend == "megatron" and self.prompt_sharing:
+            raise ValueError("trainer.prompt_sharing is not there for trainer.backend = 'megatron': leave it out, or use 'fsdp'")
+        return self

@@ -55,6 +55,7 @@ def examine() -> Iterator[Finding]:
     yield _memory()
     yield _ray_address()
     yield _sglang()
+    yield _megatron()
     yield _wandb()
 
 
@@ -166,6 +167,13 @@ def _sglang() -> Finding:
     if version is None or importlib.util.find_spec("sglang") is None:
         return Finding("sglang", "advice", "not installed; only rollout.engine = 'sglang' needs it: `bash scripts/install --test`")
     return Finding("sglang", "ok", version)
+
+
+def _megatron() -> Finding:
+    version = _version("megatron-core")
+    if version is None:
+        return Finding("megatron-core", "advice", "not installed; only trainer.backend = 'megatron' needs it: `bash scripts/install --test`")
+    return Finding("megatron-core", "ok", version)
 
 
 def _wandb() -> Finding:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles.config import ConfigError, Section, load, read_recipe
+from miles.run import preflight
 from miles.run.recipe import DistillRecipe, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, SupervisedRecipe
 from miles.tracking.redact import redact
 
@@ -75,8 +76,7 @@ def _rl_arithmetic(recipe: RLRecipe) -> Iterator[str]:
         f"CPUs: {engines.engines} engine{'s' * (engines.engines > 1)} x {engines.threads} + {ranks.ranks} rank{'s' * (ranks.ranks > 1)} x {ranks.threads} "
         f"= {engines.engines * engines.threads + ranks.ranks * ranks.threads}"
     )
-    ahead = {0: "synchronous", 1: "one step off"}.get(recipe.run.max_staleness, f"up to {recipe.run.max_staleness} batches ahead")
-    yield f"staleness: at most {recipe.run.max_staleness} weight versions ({ahead})"
+    yield f"staleness: at most {recipe.run.max_staleness} weight versions ({'synchronous' if recipe.run.max_staleness == 0 else 'one step off'})"
 
 
 def _supervised_arithmetic(recipe: SupervisedRecipe) -> Iterator[str]:
@@ -90,8 +90,11 @@ def _supervised_arithmetic(recipe: SupervisedRecipe) -> Iterator[str]:
 
 def _trainer_arithmetic(recipe: RLRecipe | SupervisedRecipe, longest: str) -> Iterator[str]:
     ranks, limit = recipe.trainer.ranks, recipe.trainer.max_tokens_per_microbatch
+    if recipe.trainer.backend == "megatron":
+        yield from preflight.megatron_plan(recipe.model, recipe.trainer)
+        ranks //= recipe.trainer.tensor_parallel * recipe.trainer.pipeline_parallel
     yield (
-        f"micro-batches: each of {ranks} rank{'s' * (ranks > 1)} packs its share of an optimizer step into rows of at most {limit} tokens "
+        f"micro-batches: each of {ranks} data-parallel rank{'s' * (ranks > 1)} packs its share of an optimizer step into rows of at most {limit} tokens "
         f"({longest}); the loss is divided by global counts, so this split changes memory and speed, not the gradient"
     )
 

@@ -17,6 +17,7 @@ from trainer.config import TrainerConfig
 # Resident memory of a process before it holds a weight, measured on x86-64 Linux, MiB.
 RAY_MIB, RANK_MIB, TORCH_ENGINE_MIB, SGLANG_ENGINE_MIB = 600, 450, 450, 1100
 _TRAINING_BYTES = 16  # float32 master, gradient and two Adam moments of a parameter, sharded over the ranks
+_COPY_BYTES = 8  # float32 weights and gradients, or bfloat16 weights, float32 gradients and a little over half of a master
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -30,8 +31,14 @@ def parameters(path: Path) -> int:
 def trainer_terms(model: ModelConfig, trainer: TrainerConfig, count: int, *, reference: bool) -> dict[str, int]:
     """MiB by reason. `count`: parameters of the model."""
     ranks = trainer.ranks
-    terms = {
-        f"{ranks} trainer rank{'s' * (ranks > 1)} x {RANK_MIB}": ranks * RANK_MIB,
+    terms = {f"{ranks} trainer rank{'s' * (ranks > 1)} x {RANK_MIB}": ranks * RANK_MIB}
+    if trainer.backend == "megatron":
+        copies = ranks // (trainer.tensor_parallel * trainer.pipeline_parallel)
+        terms[f"{count:,} parameters x ({copies} data-parallel copies x {_COPY_BYTES} B of weights and gradients + 8 B of AdamW)"] = _mib(
+            count * (copies * _COPY_BYTES + 8)
+        )
+        return terms | ({f"{copies} x reference model": copies * _mib(count * _BYTES[model.dtype])} if reference else {})
+    terms |= {
         f"{count:,} parameters x {_TRAINING_BYTES} B (float32 weights, gradients, AdamW)": _mib(count * _TRAINING_BYTES),
         f"{ranks} x the whole model while it loads": ranks * _mib(count * 4),
     }

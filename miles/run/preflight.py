@@ -17,6 +17,7 @@ from miles.tracking.config import TrackingConfig
 from miles.tracking.wandb_sink import has_key
 from rollout.config import RolloutConfig
 from rollout.rewards.registry import resolve
+from trainer.config import TrainerConfig
 from weight_sync.config import WeightSyncConfig
 from weight_sync.contracts import WeightSyncError
 from weight_sync.transports.delta_store import WeightStore
@@ -43,6 +44,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
             raise ConfigError(f"algorithm.part_weights has {name!r}, which is no reward function of this recipe{nearest(name, rewards)}")
     _check_engine(recipe.rollout)
     _check_store(recipe.weight_sync)
+    _check_backend(recipe)
     _check_tracking(recipe.tracking)
     engines = f"{recipe.rollout.engines} engines x {recipe.rollout.threads} threads"
     ranks = f"{recipe.trainer.ranks} trainer ranks x {recipe.trainer.threads} threads"
@@ -66,6 +68,7 @@ def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
     folder.check(recipe.run, resume=resume)
     _check_model(recipe.model)
     _check_data("data.paths", recipe.data.paths)
+    _check_backend(recipe)
     _check_tracking(recipe.tracking)
     reference = isinstance(recipe, PreferenceRecipe) and recipe.preference.needs_reference
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, footprint.parameters(Path(recipe.model.path)), reference=reference)
@@ -139,6 +142,38 @@ def _check_store(weight_sync: WeightSyncConfig) -> None:
     try:
         WeightStore(weight_sync.store).numbers()
     except (WeightSyncError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> None:
+    """What `trainer.backend = "megatron"` needs: its package, a model whose layers it has, and sizes that divide."""
+    if recipe.trainer.backend != "megatron":
+        return
+    if importlib.util.find_spec("megatron") is None:
+        raise ConfigError("trainer.backend = 'megatron', but Megatron-Core is not installed: run `bash scripts/install --test`, or use trainer.backend=fsdp")
+    for wanted, what in (
+        (isinstance(recipe, PreferenceRecipe | RewardModelRecipe), "pairs of answers"),
+        (getattr(recipe, "distillation", None) is not None, "distillation"),
+        (getattr(recipe, "critic", None) is not None, "[critic]"),
+        (recipe.model.true_on_policy, "model.true_on_policy"),
+    ):
+        if wanted:
+            raise ConfigError(f"trainer.backend = 'megatron' does not go with {what}: use trainer.backend = 'fsdp'")
+    if not any(Path(recipe.model.path).glob("*.safetensors")):
+        raise ConfigError(f"model.path = {recipe.model.path!r} has no safetensors file, which trainer.backend = 'megatron' reads")
+    megatron_plan(recipe.model, recipe.trainer)
+
+
+def megatron_plan(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
+    """`trainer.megatron.plan.describe` of a recipe. Raises ConfigError where model and layout do not fit."""
+    from miles.core.model.load import load_config  # takes seconds, for this backend alone
+    from trainer.megatron.architecture import architecture_of
+    from trainer.megatron.plan import describe
+
+    try:
+        architecture = architecture_of(load_config(model.path, trust_remote_code=model.trust_remote_code))
+        return list(describe(trainer, architecture, bfloat16=model.dtype == "bfloat16"))
+    except ValueError as error:
         raise ConfigError(str(error)) from error
 
 

@@ -12,20 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from algorithms import registry
-from algorithms.config import TURN_CREDIT, AlgorithmConfig
-from algorithms.contracts import Counts, LossOutput, Rewards, Tokens
+from algorithms.config import AlgorithmConfig
+from algorithms.contracts import Counts, LossOutput
 from algorithms.distillation.config import DistillConfig
-from algorithms.kl import penalised
-from algorithms.kl_controller import adapted
 from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
-from algorithms.sft import nll
 from miles.core.checkpoint import reader, rng
 from miles.core.checkpoint.writer import CheckpointWriter
 from miles.core.model.config import ModelConfig
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
-from trainer.fsdp.batch import Batch, count, covariance_of, token_kl, weights_of
+from trainer.fsdp.batch import Batch, count, weights_of
 from trainer.fsdp.critic import Critic, build_critic
 from trainer.fsdp.distill import Distiller
 from trainer.fsdp.export import Exporter
@@ -35,8 +32,8 @@ from trainer.fsdp.optimizer import Optimizer, Update
 from trainer.fsdp.pairs import PairLoss, mismatched
 from trainer.fsdp.scoring import Row, Scorer
 from trainer.fsdp.share import MicroBatch, share
-from trainer.fsdp.turns import require_turns
 from trainer.fsdp.update import take_step
+from trainer.objective import Objective, result_of, sft_loss, tokens_of
 from trainer.split_forward.share import PromptSharing
 from weight_sync.contracts import TensorSpec
 
@@ -93,9 +90,7 @@ class FSDPBackend:
             capacity = trainer.max_tokens_per_microbatch
             self._sharing = PromptSharing(self.model, rank, world, capacity, trainer.threads, self.device)
         self._reference: Scorer | None = None
-        if algorithm is not None:
-            self._advantages = registry.advantage(algorithm)
-            self._set_kl_coef(algorithm.kl_coef)
+        self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
         if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):
             self._reference = Scorer(build(checkpointing=False).requires_grad_(False), trainer.logprob_chunk, self.device)
         self._pairs = None if pairs is None else PairLoss(config=pairs, model=self.model, policy=self._policy, reference=self._reference)
@@ -117,16 +112,18 @@ class FSDPBackend:
 
     def step_rl(self, groups: Sequence[Group]) -> StepResult:
         """See `TrainerBackend`. Scores at a step's start are needed for later updates only: the first one's own are those."""
-        algorithm = self._algorithm
-        if algorithm is None:
+        objective = self._objective
+        if objective is None:
             raise ValueError("this trainer was built without an [algorithm] section: it can do step_sft only")
         batch = Batch(groups, self._trainer.optimizer_steps_per_batch)
-        if algorithm.advantages in TURN_CREDIT:
-            require_turns(batch.samples, algorithm.advantages, states=algorithm.advantages == "gigpo")
-        rewards, more = self._penalised(batch)
+        rewards, more = batch.rewards, dict[str, float]()
+        if objective.reference_in_reward:
+            reference = self._reference
+            assert reference is not None, "kl_coef > 0 loads a reference"
+            rewards, more = objective.penalised(batch, self._scores(batch.samples, lambda row: reference.score(row, self._temperature)))
         if self._critic is not None:
             rewards = replace(rewards, values_N=self._scores(batch.samples, self._critic.score, whole=True))
-        found = self._advantages(rewards)
+        found = objective.advantages(batch, rewards)
         advantages = found.advantages_N.split(batch.lengths)
         updates = [self._share(batch.samples, places) for places in batch.updates]
         rows = [[self._policy.row(micro, advantages) for micro in update] for update in updates]
@@ -136,24 +133,22 @@ class FSDPBackend:
         policy_waits = self._critic is not None and self._critic.alone(self.version)
         for number, update in enumerate(rows if not policy_waits else []):
             for row in update:
-                if self._reference is not None and algorithm.kl_in == "loss":
+                if self._reference is not None and objective.reference_in_loss:
                     row.reference_logprobs_N = self._reference.score(row, self._temperature)
-                if number > 0 and algorithm.old_logprobs == "recompute":
+                if number > 0 and objective.recompute:
                     row.start_logprobs_N = self._policy.score(row, self._temperature)
         meters = Meters(self.device)
         results = []
         for places, update in zip(batch.updates, rows, strict=True):
-            samples = [batch.samples[i] for i in places]
             if policy_waits:
                 results.append(self._optimizer.skip())
                 continue
-            counts = count(samples, self._max_new_tokens)
-            if algorithm.entropy_guard != "none" and counts.tokens:
-                counts = replace(counts, covariance=covariance_of(samples, [advantages[i] for i in places], algorithm.guard_share))
+            counts = objective.counts([batch.samples[i] for i in places], [advantages[i] for i in places])
             results.append(self._update(update, counts.tokens, partial(self._rl_loss, counts=counts, meters=meters), meters))
             # Only before the first update are the weights those that the engines sampled from.
             meters.comparing = False
-        result = self._steer(self._result(results, meters, int(batch.rewards.length_S.sum()), batch.metrics(self.version) | more))
+        metrics = self._reduced(meters, int(batch.rewards.length_S.sum())) | batch.metrics(self.version) | more
+        result = objective.steered(result_of(results, metrics))
         self.version += 1
         return result
 
@@ -165,7 +160,7 @@ class FSDPBackend:
         # Weights travel in the advantages' place.
         weights = None if weight_S is None else [w.expand(s.response_length) for w, s in zip(weight_S, samples, strict=True)]
         update = self._update(self._rows(samples, values=weights), counts.tokens, partial(self._sft_loss, counts=counts), meters)
-        result = self._result([update], meters, counts.tokens, {"tokens/trained": float(counts.tokens)})
+        result = result_of([update], self._reduced(meters, counts.tokens) | {"tokens/trained": float(counts.tokens)})
         self.version += 1
         return result
 
@@ -179,7 +174,8 @@ class FSDPBackend:
         meters = Meters(self.device)
         update = self._update(rows, pairs, partial(objective, total=pairs), meters)
         tokens = count(samples, self._max_new_tokens).tokens
-        result = self._result([update], meters, pairs, scored | {"pairs/trained": float(pairs), "tokens/trained": float(tokens)})
+        more = scored | {"pairs/trained": float(pairs), "tokens/trained": float(tokens)}
+        result = result_of([update], self._reduced(meters, pairs) | more)
         self.version += 1
         return result
 
@@ -211,8 +207,8 @@ class FSDPBackend:
 
     def save(self, folder: Path, extra: dict[str, object], *, keep: int | None = None, asynchronous: bool = True) -> None:
         state: dict[str, object] = {"optimizer_step": self._optimizer.steps, "version": self.version}
-        if self._algorithm is not None and self._algorithm.kl_target is not None:
-            state["kl_coef"] = self._kl_coef
+        if self._objective is not None:
+            state |= self._objective.state()
         if self._critic is not None:
             state["critic_optimizer_step"] = self._critic.optimizer.steps
         self._writer.save(Path(folder), self._state(), state, extra, keep=keep, asynchronous=asynchronous)
@@ -228,9 +224,8 @@ class FSDPBackend:
         self._optimizer.steps, self.version = int(state["optimizer_step"]), int(state["version"])
         if self._critic is not None:
             self._critic.optimizer.steps = int(state["critic_optimizer_step"])
-        # A run that had no target before goes on with the recipe's coefficient.
-        if self._algorithm is not None and self._algorithm.kl_target is not None and "kl_coef" in state:
-            self._set_kl_coef(float(state["kl_coef"]))
+        if self._objective is not None:
+            self._objective.restore(state)
         return extra
 
     def sleep(self) -> None:
@@ -243,32 +238,6 @@ class FSDPBackend:
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and end the writer."""
         self._writer.close()
-
-    def _penalised(self, batch: Batch) -> tuple[Rewards, dict[str, float]]:
-        """The batch's rewards, less the KL where it is part of them, and what to report of it. Collective."""
-        algorithm = self._algorithm
-        if algorithm is None or algorithm.kl_in == "loss" or algorithm.kl_coef == 0:
-            return batch.rewards, {}
-        reference = self._reference
-        assert reference is not None, "kl_coef > 0 loads a reference"
-        kl_N = token_kl(batch.samples, self._scores(batch.samples, lambda row: reference.score(row, self._temperature)))
-        metrics = {"policy/kl": float(kl_N.sum()) / max(int(batch.rewards.length_S.sum()), 1)}
-        return penalised(batch.rewards, kl_N, self._kl_coef), metrics
-
-    def _set_kl_coef(self, coef: float) -> None:
-        assert self._algorithm is not None
-        self._kl_coef = coef
-        self._loss = registry.loss(self._algorithm.model_copy(update={"kl_coef": coef}))
-
-    def _steer(self, result: StepResult) -> StepResult:
-        """Where the KL has a target: the next step's coefficient, and this step's reported. The metrics are equal on every rank, so it is too."""
-        algorithm = self._algorithm
-        if algorithm is None or algorithm.kl_target is None:
-            return result
-        used = self._kl_coef
-        if not result.empty and "policy/kl" in result.metrics:
-            self._set_kl_coef(adapted(used, result.metrics["policy/kl"], algorithm.kl_target))
-        return replace(result, metrics=result.metrics | {"policy/kl_coef": used})
 
     def _with_teacher(self, algorithm: AlgorithmConfig, distill: DistillConfig, master_dtype: torch.dtype) -> Distiller:
         config = self._config.model_copy(update={"path": distill.teacher, "true_on_policy": False})
@@ -310,48 +279,21 @@ class FSDPBackend:
         return take_step(self.model, self._optimizer, rows, total, loss, meters, "loss/total", self._policy.settle)
 
     def _rl_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
-        assert self._algorithm is not None
-        recompute = self._algorithm.old_logprobs == "recompute"
+        objective = self._objective
+        assert objective is not None
         if self._distiller is not None:
             logprobs_N, entropy_N, divergence_N = self._distiller.forward(row)
-            tokens = self._tokens(row, logprobs_N, entropy_N, recompute=recompute)
+            tokens = tokens_of(row, logprobs_N, entropy_N, recompute=objective.recompute)
             meters.mismatch(tokens)
             return self._distiller.loss(tokens, divergence_N, counts)
-
-        def loss(part: Row, logprobs_N: Tensor, entropy_N: Tensor | None) -> LossOutput:
-            tokens = self._tokens(part, logprobs_N, entropy_N, recompute=recompute)
-            meters.mismatch(tokens)
-            return self._loss(tokens, counts)
-
-        by_token = registry.is_by_token(self._algorithm)
-        return self._policy.loss(row, loss, self._temperature, entropy=True, entropy_gradient=self._algorithm.entropy_coef != 0, by_token=by_token)
+        loss, by_token = partial(objective.loss, counts=counts, meters=meters), registry.is_by_token(objective.config)
+        return self._policy.loss(row, loss, self._temperature, entropy=True, entropy_gradient=objective.config.entropy_coef != 0, by_token=by_token)
 
     def _sft_loss(self, row: Row, counts: Counts) -> LossOutput:
-        return self._policy.loss(row, lambda part, *scores: nll(self._tokens(part, *scores), counts), 1.0, by_token=True)
+        return self._policy.loss(row, partial(sft_loss, counts=counts), 1.0, by_token=True)
 
-    def _tokens(self, row: Row, logprobs_N: Tensor, entropy_N: Tensor | None, *, recompute: bool = False) -> Tokens:
-        old_N = row.rollout_logprobs_N
-        if recompute:
-            old_N = logprobs_N.detach() if row.start_logprobs_N is None else row.start_logprobs_N
-        return Tokens(
-            logprobs_N=logprobs_N,
-            old_logprobs_N=old_N,
-            rollout_logprobs_N=row.rollout_logprobs_N,
-            advantages_N=row.advantages_N,
-            mask_N=row.mask_N,
-            sequence_N=row.sequence_N,
-            num_sequences=row.num_sequences,
-            sequence_length_S=row.sequence_length_S,
-            entropy_N=entropy_N,
-            reference_logprobs_N=row.reference_logprobs_N,
-        )
-
-    def _result(self, updates: list[Update], meters: Meters, total: int, more: dict[str, float]) -> StepResult:
-        metrics = meters.reduced(total, self.world) | more | ({} if self._sharing is None else self._sharing.metrics())
-        metrics["optimizer/grad_norm"] = sum(u.grad_norm for u in updates) / len(updates)
-        metrics["optimizer/lr"] = updates[-1].lr
-        metrics["optimizer/empty_steps"] = float(sum(not u.applied for u in updates))
-        return StepResult(metrics=metrics, empty=not any(u.applied for u in updates))
+    def _reduced(self, meters: Meters, total: int) -> dict[str, float]:
+        return meters.reduced(total, self.world) | ({} if self._sharing is None else self._sharing.metrics())
 
     def _state(self) -> dict[str, Tensor]:
         weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}

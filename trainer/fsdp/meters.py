@@ -30,15 +30,16 @@ class Meters:
         largest = difference_N.max() if len(difference_N) else difference_N.sum()
         self._compared.append(torch.stack((tokens.mask_N.sum().double(), difference_N.sum(), largest)))
 
-    def reduced(self, total: int, world: int) -> dict[str, float]:
-        """Sums over ranks, each divided by the step's `total` (tokens or pairs); mismatch by the tokens compared. Collective."""
+    def reduced(self, total: int, world: int, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Sums over the `world` ranks of `group` (None: all), each divided by the step's `total` (tokens or pairs); mismatch by the tokens
+        compared. Collective."""
         names = sorted(self._sums)
         compared = torch.stack(self._compared) if self._compared else torch.zeros(1, 3, dtype=torch.float64, device=self.device)
         sums = torch.stack([self._sums[name] for name in names] + [compared[:, 0].sum(), compared[:, 1].sum()]) if names else compared[0, :2]
         largest = compared[:, 2].max()
         if world > 1:
-            dist.all_reduce(sums)
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         *values, number, difference = sums.tolist()
         metrics = {name: value / max(total, 1) for name, value in zip(names, values, strict=True)}
         if self._compared:

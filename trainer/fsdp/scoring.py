@@ -69,6 +69,30 @@ def own_part(micro: MicroBatch, values: Sequence[Tensor] | None, device: torch.d
     return torch.cat([values[i] for i in micro.indices]).to(device)
 
 
+def row_of(micro: MicroBatch, advantages: Sequence[Tensor] | None, device: torch.device) -> Row:
+    """`micro` on the device. `advantages`: [R] of each sample of the whole batch; None where nothing of the kind is needed."""
+
+    def moved(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    packed = micro.packed
+    trained_S = np.bincount(packed.sequence_N[packed.loss_mask_N], minlength=packed.num_sequences)
+    return Row(
+        tokens_T=moved(packed.tokens_T),
+        positions_T=moved(packed.positions_T),
+        sequence_T=moved(packed.sequence_T),
+        scored_N=moved(packed.target_index_N + 1),
+        mask_N=moved(packed.loss_mask_N),
+        rollout_logprobs_N=moved(packed.rollout_logprobs_N),
+        advantages_N=own_part(micro, advantages, device),
+        sequence_N=moved(packed.sequence_N),
+        num_sequences=packed.num_sequences,
+        sequence_length_S=moved(trained_S),
+        split=micro.split,
+        response_length_S=tuple(packed.response_length_S.tolist()),
+    )
+
+
 class Scorer:
     """A model, policy or reference, that scores rows."""
 
@@ -77,26 +101,7 @@ class Scorer:
         self._walk: Executor | None = None
 
     def row(self, micro: MicroBatch, advantages: Sequence[Tensor] | None = None) -> Row:
-        """`micro` on the device. `advantages`: [R] of each sample of the whole batch; None where nothing of the kind is needed."""
-        packed = micro.packed
-        trained_S = np.bincount(packed.sequence_N[packed.loss_mask_N], minlength=packed.num_sequences)
-        return Row(
-            tokens_T=self._moved(packed.tokens_T),
-            positions_T=self._moved(packed.positions_T),
-            sequence_T=self._moved(packed.sequence_T),
-            scored_N=self._moved(packed.target_index_N + 1),
-            mask_N=self._moved(packed.loss_mask_N),
-            rollout_logprobs_N=self._moved(packed.rollout_logprobs_N),
-            advantages_N=own_part(micro, advantages, self._device),
-            sequence_N=self._moved(packed.sequence_N),
-            num_sequences=packed.num_sequences,
-            sequence_length_S=self._moved(trained_S),
-            split=micro.split,
-            response_length_S=tuple(packed.response_length_S.tolist()),
-        )
-
-    def _moved(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return row_of(micro, advantages, self._device)
 
     def loss(
         self, row: Row, loss: RowLoss, temperature: float, *, entropy: bool = False, entropy_gradient: bool = False, together: int = 1, by_token: bool = False

@@ -35,12 +35,17 @@ def load(folder: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, world:
     if same_world:
         wanted[rng.tensor_name(rank)] = torch.empty(stored[rng.tensor_name(rank)].size, dtype=torch.uint8)
     dcp.load(wanted, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    if same_world:
-        rng.restore(wanted[rng.tensor_name(rank)])
+    resume_rng(folder, manifest, wanted.get(rng.tensor_name(rank)), rank=rank, world=world, seed=seed)
+    return manifest["state"], manifest["extra"]
+
+
+def resume_rng(folder: Path, manifest: dict[str, Any], captured: torch.Tensor | None, *, rank: int, world: int, seed: int) -> None:
+    """This rank's random states as the checkpoint has them; seeded anew where `captured` is None, at another number of ranks."""
+    if captured is not None:
+        rng.restore(captured)
     else:
         logger.warning("checkpoint %s is of %d ranks and this run has %d: random states are seeded anew", folder, manifest["world"], world)
         rng.seed_all(seed + int(manifest["state"].get("optimizer_step", 0)), rank)
-    return manifest["state"], manifest["extra"]
 
 
 def _check(folder: Path, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> None:

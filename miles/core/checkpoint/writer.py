@@ -38,9 +38,7 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def save(
-        self, folder: Path, tensors: Mapping[str, torch.Tensor], state: dict[str, Any], extra: dict[str, Any], *, keep: int | None, asynchronous: bool
-    ) -> None:
+    def save(self, folder: Path, tensors: Mapping[str, Any], state: dict[str, Any], extra: dict[str, Any], *, keep: int | None, asynchronous: bool) -> None:
         """Write `tensors` (plain or DTensor), `state` and `extra` (JSON) to `folder`. Collective.
 
         Args:
@@ -54,8 +52,7 @@ class CheckpointWriter:
         if folder.exists():
             raise ValueError(f"checkpoint {folder} exists already; checkpoints are never overwritten")
         manifest = _manifest(self._world, state, extra)
-        staged = self._stager.stage(dict(tensors))
-        assert isinstance(staged, dict)
+        staged = self._staged(tensors)
         # Each rank's own states, under its own name: torch.distributed.checkpoint stores plain tensors of one name once.
         staged[rng_name(self._rank)] = rng.capture()
         self._writing = self._thread.submit(self._write, folder, staged, manifest, keep)
@@ -79,7 +76,7 @@ class CheckpointWriter:
         try:
             self._prepare(store, partial)
             # It returns on no rank before every rank has written and synced its files, and raises on all when one failed.
-            dcp.save(tensors, checkpoint_id=partial, process_group=self._group, no_dist=not dist.is_initialized())
+            self._put(tensors, partial)
             if self._rank == 0:
                 write_synced(partial / MANIFEST, manifest)
                 sync_folder(partial)
@@ -91,6 +88,16 @@ class CheckpointWriter:
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(_explain(folder, error, store.latest_step())) from error
+
+    def _staged(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies that training does not reach any more."""
+        staged = self._stager.stage(dict(tensors))
+        assert isinstance(staged, dict)
+        return staged
+
+    def _put(self, tensors: dict[str, Any], folder: Path) -> None:
+        """Write and sync what was staged. Collective over `self._group`, on the writer's thread."""
+        dcp.save(tensors, checkpoint_id=folder, process_group=self._group, no_dist=not dist.is_initialized())
 
     def _prepare(self, store: CheckpointStore, partial: Path) -> None:
         """Rank 0 makes the folder. It tells the others how that went, so that none waits for a rank that has given up."""

@@ -1,0 +1,359 @@
+"""The `megatron` backend is held to what the suite of trainers asks for, at every layout of its ranks. The oracle is plain transformers.
+
+Gradients are compared in float64; Megatron-Core's optimizer steps in float32 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from miles.core.checkpoint.store import CheckpointError
+from miles.core.model.scoring import score
+from miles.core.model.tiny import make_tiny_model
+from miles.data.types import Group, Sample
+from tests.trainer_cases import (
+    make_backend,
+    make_group,
+    make_sample,
+    mixed_groups,
+    plain_gradients,
+    plain_logprobs,
+    plain_model,
+    relative_difference,
+    restore_norm,
+    weights,
+)
+from tests.trainer_pool import Pool
+
+EXACT = 1e-12
+TENSOR = {"tensor_parallel": 2}
+DATA: dict[str, Any] = {}
+PIPELINE = {"pipeline_parallel": 2}
+TWO = {"tensor": TENSOR, "data": DATA, "pipeline": PIPELINE}
+FOUR = {
+    "tensor x data": TENSOR,
+    "tensor x pipeline": TENSOR | PIPELINE,
+    "data x pipeline": PIPELINE,
+    "pipeline of 4": {"pipeline_parallel": 4, "max_tokens_per_microbatch": 24},
+    "interleaved": {"pipeline_parallel": 4, "pipeline_chunks": 2, "max_tokens_per_microbatch": 24},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied, over 50 tokens: no layout divides the vocabulary. Eight layers, for four stages of two pieces."""
+    alphabet = "".join(chr(0x100 + i) for i in range(41))
+    return make_tiny_model(tmp_path_factory.mktemp("megatron") / "model", alphabet=alphabet, hidden=16, heads=4, kv_heads=2, layers=8, context=128)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """Untied, without norms in its attention, rotary embeddings scaled as Llama 3's."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
+        max_position_embeddings=128, tie_word_embeddings=False, pad_token_id=0,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 32},
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for file in model.glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def norms() -> Iterator[None]:
+    yield
+    restore_norm()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def expected_gradients(model: Path) -> dict[str, Any]:
+    return plain_gradients(model, mixed_groups())
+
+
+def megatron(path: Path, rank: int, world: int, trainer: dict[str, Any], **options: Any) -> Any:
+    return make_backend(path, rank=rank, world=world, trainer={"backend": "megatron", "ranks": world} | trainer, **options)
+
+
+def gradients_and_metrics(rank: int, world: int, path: Path, groups: list[Group], trainer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    """One step up to the optimizer: its gradients, under a checkpoint's names, put together from all ranks."""
+    from trainer.fsdp.optimizer import Update
+    from trainer.megatron.checkpoint import _described, _span
+    from trainer.megatron.export import Exporter
+
+    backend = megatron(path, rank, world, trainer)
+    backend._optimizer.step = lambda: Update(0.0, 0.0, True)
+    metrics = backend.step_rl(groups).metrics
+    own: list[dict[str, Any]] = [{} for _ in backend._chunks]
+    for name, _, parameter, part in _described(backend._chunks, backend._optimizer):
+        number, _, key = name.partition(".")
+        full = torch.zeros_like(parameter).detach().view(-1)
+        if parameter in part.model_param_group_index_map:
+            start, stop = _span(part, parameter)
+            full[start:stop] = parameter.main_grad.view(-1)[start:stop]
+        dist.all_reduce(full, group=part.data_parallel_group)
+        own[int(number)][key] = full.view(parameter.shape)
+    exporter = Exporter(backend.architecture, backend.mesh, own, torch.float64)
+    return {name: tensor.numpy().copy() for name, tensor in exporter.tensors([s.name for s in exporter.specs()])}, metrics
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_gradients_are_those_of_one_process(model: Path, two: Pool, expected_gradients: dict[str, Any], layout: str) -> None:
+    (found, metrics), (_, others) = two.run(gradients_and_metrics, model, mixed_groups(), TWO[layout])
+    assert relative_difference(found, expected_gradients) < EXACT
+    assert metrics == others
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_recomputed_activations_give_equal_gradients(model: Path, two: Pool, expected_gradients: dict[str, Any], layout: str) -> None:
+    options = TWO[layout] | {"activation_checkpointing": True, "max_tokens_per_microbatch": 24}
+    assert relative_difference(two.run(gradients_and_metrics, model, mixed_groups(), options)[0][0], expected_gradients) < EXACT
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_gradients_of_an_untied_llama(llama: Path, two: Pool, layout: str) -> None:
+    """transformers computes the norms of Llama in float32, a floor that is not ours."""
+    found = two.run(gradients_and_metrics, llama, mixed_groups(), TWO[layout])[0][0]
+    assert relative_difference(found, plain_gradients(llama, mixed_groups())) < 2e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", FOUR)
+def test_gradients_on_four_ranks_are_those_of_one_process(model: Path, four: Pool, expected_gradients: dict[str, Any], layout: str) -> None:
+    results = four.run(gradients_and_metrics, model, mixed_groups(), FOUR[layout])
+    assert relative_difference(results[0][0], expected_gradients) < EXACT
+    assert all(metrics == results[0][1] for _, metrics in results)
+
+
+def test_fewer_rows_than_ranks(model: Path, two: Pool) -> None:
+    groups = [make_group(0, [make_sample(0, i, 3, length, reward=float(i)) for i, length in enumerate((40, 5, 6))])]
+    found = two.run(gradients_and_metrics, model, groups, {"max_tokens_per_microbatch": 1})[0][0]
+    assert relative_difference(found, plain_gradients(model, groups)) < EXACT
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_logprobs_are_those_of_a_plain_forward(model: Path, two: Pool, layout: str) -> None:
+    samples = [s for g in mixed_groups() for s in g.samples]
+    plain = plain_model(model, torch.float32)
+    with torch.no_grad():
+        expected = np.concatenate([plain_logprobs(plain, s) for s in samples])
+    for found in two.run(logprobs_of, model, samples, TWO[layout]):
+        np.testing.assert_allclose(np.concatenate(found), expected, atol=5e-6)
+
+
+def logprobs_of(rank: int, world: int, path: Path, samples: list[Sample], trainer: dict[str, Any]) -> list[list[float]]:
+    return megatron(path, rank, world, trainer, dtype=torch.float32).logprobs(samples)
+
+
+TRAINED = {"lr": 1e-2, "clip_norm": 0.5, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "max_tokens_per_microbatch": 24}
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_steps_are_those_of_fsdp(model: Path, two: Pool, layout: str) -> None:
+    """Clipped, decayed, scheduled, against a reference: three steps of AdamW in float32, and one of SFT."""
+    alone, steps = trained(0, 1, model, TRAINED)
+    found, metrics = two.run(trained, model, {"backend": "megatron", "ranks": 2} | TRAINED | TWO[layout])[0]
+    assert found.keys() == alone.keys()
+    for name, tensor in alone.items():
+        np.testing.assert_allclose(found[name], tensor, atol=2e-5, err_msg=name)
+    for one, other in zip(metrics, steps, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def trained(rank: int, world: int, path: Path, trainer: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    options = {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}, "total_steps": 4, "dtype": torch.float32}
+    backend = make_backend(path, rank=rank, world=world, trainer=trainer, **options)
+    metrics = [backend.step_rl(mixed_groups()).metrics for _ in range(3)]
+    metrics.append(backend.step_sft([s for g in mixed_groups() for s in g.samples]).metrics)
+    return weights(backend), metrics
+
+
+def test_a_batch_that_is_masked_throughout_moves_nothing(model: Path, two: Pool) -> None:
+    groups = [make_group(0, [make_sample(0, i, 3, 4, reward=float(i), masked=range(4)) for i in range(2)])]
+    assert two.run(moved_by, model, groups, False)[0] == ([], True)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(model: Path, two: Pool) -> None:
+    assert two.run(moved_by, model, mixed_groups(), True)[0] == ([], True)
+
+
+def moved_by(rank: int, world: int, path: Path, groups: list[Group], spoilt: bool) -> tuple[list[str], bool]:
+    backend = megatron(path, rank, world, TENSOR, dtype=torch.float32)
+    if spoilt:
+        backend._chunks[0].module.decoder.final_layernorm.register_forward_hook(lambda module, inputs, output: output * float("inf"))
+    before = weights(backend)
+    result = backend.step_rl(groups)
+    after = weights(backend)
+    return [n for n in before if not np.array_equal(before[n], after[n])], result.empty and result.metrics["optimizer/empty_steps"] == 1
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_an_export_is_the_import_bit_for_bit(model: Path, two: Pool, layout: str, tmp_path: Path) -> None:
+    two.run(exported, model, TWO[layout], tmp_path / "export")
+    expected, found = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "export"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert plain_model(tmp_path / "export").config.architectures == ["Qwen3ForCausalLM"]
+
+
+def exported(rank: int, world: int, path: Path, trainer: dict[str, Any], folder: Path) -> None:
+    megatron(path, rank, world, trainer, dtype=torch.float32).export(folder)
+
+
+def test_bfloat16_computes_in_bfloat16_on_float32_masters(model: Path, two: Pool) -> None:
+    """Log-probs are near those of float32 but not they; masters are the checkpoint's own, and move by less than bfloat16 could hold."""
+    found = two.run(bfloat16_step, model)[0]
+    samples = list(mixed_groups()[0].samples)
+    plain = plain_model(model, torch.float32)
+    with torch.no_grad():
+        exact = np.concatenate([plain_logprobs(plain, s) for s in samples])
+    assert 1e-6 < np.abs(np.concatenate(found["logprobs"]) - exact).max() < 0.1
+    assert np.array_equal(found["before"], load_file(model / "model.safetensors")["model.norm.weight"].numpy())
+    assert 0 < np.abs(found["after"] - found["before"]).max() < 1e-4
+    assert found["dtypes"] == {"bfloat16"}
+
+
+def bfloat16_step(rank: int, world: int, path: Path) -> dict[str, Any]:
+    backend = megatron(path, rank, world, TENSOR | {"lr": 1e-5}, model={"dtype": "bfloat16"}, dtype=torch.float32)
+    logprobs = backend.logprobs(list(mixed_groups()[0].samples))
+    master = dict(backend._chunks[0].module.named_parameters())["decoder.final_layernorm.weight"].main_param
+    before = master.detach().numpy().copy()
+    backend.step_rl(mixed_groups())
+    return {"logprobs": logprobs, "before": before, "after": master.detach().numpy().copy(), "dtypes": {s.dtype for s in backend.weight_specs()}}
+
+
+def save_and_go_on(rank: int, world: int, path: Path, trainer: dict[str, Any], folder: Path) -> tuple[Any, Any, list[dict[str, float]]]:
+    """Two steps, a checkpoint, two more: weights at the checkpoint and at the end, and the metrics since."""
+    backend = megatron(path, rank, world, TRAINED | trainer, dtype=torch.float32)
+    for _ in range(2):
+        backend.step_rl(mixed_groups())
+    then = weights(backend)
+    backend.save(folder, {"cursor": 7})
+    metrics = [backend.step_rl(mixed_groups()).metrics for _ in range(2)]
+    backend.wait_saved()
+    backend.close()
+    return then, weights(backend), metrics
+
+
+def load_and_go_on(rank: int, world: int, path: Path, trainer: dict[str, Any], folder: Path) -> tuple[Any, Any, list[dict[str, float]], Any]:
+    backend = megatron(path, rank, world, TRAINED | trainer, dtype=torch.float32)
+    backend.step_rl(mixed_groups())
+    extra = backend.load(folder)
+    then = weights(backend)
+    metrics = [backend.step_rl(mixed_groups()).metrics for _ in range(2)]
+    backend.close()
+    return then, weights(backend), metrics, extra
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_a_resumed_run_is_the_one_that_went_on_and_other_layouts_read_its_checkpoint(model: Path, two: Pool, layout: str, tmp_path: Path) -> None:
+    """Weights, masters and moments: at its own layout all further steps are equal bit for bit, at another one the weights, and steps to rounding."""
+    folder = tmp_path / "step_00000002"
+    then, end, metrics = two.run(save_and_go_on, model, TWO[layout], folder)[0]
+    for name, options in TWO.items():
+        restored, last, again, extra = two.run(load_and_go_on, model, options, folder)[0]
+        assert extra == {"cursor": 7}
+        assert all(np.array_equal(then[n], restored[n]) for n in then), name
+        if name == layout:
+            assert again == metrics
+            assert all(np.array_equal(end[n], last[n]) for n in end)
+        else:
+            assert all(np.allclose(end[n], last[n], atol=1e-6) for n in end), name
+
+
+def test_a_checkpoint_of_the_other_backend_is_refused(model: Path, two: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000000"
+    backend = make_backend(model, dtype=torch.float32)
+    backend.save(folder, {}, asynchronous=False)
+    backend.close()
+    assert "was not written by trainer.backend = 'megatron'" in two.run(refused_load, model, folder)[0]
+
+
+def refused_load(rank: int, world: int, path: Path, folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        megatron(path, rank, world, TENSOR, dtype=torch.float32).load(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sleeper_wakes_as_it_was(model: Path, two: Pool, dtype: str) -> None:
+    """What `sleep` does on a GPU, done in CPU memory: storage is given back, and what comes after is equal bit for bit."""
+    freed, slept, awake = two.run(around_a_sleep, model, dtype)[0]
+    assert freed == 0
+    assert slept == awake
+
+
+def around_a_sleep(rank: int, world: int, path: Path, dtype: str) -> tuple[int, Any, Any]:
+    metrics, freed = [], 0
+    for sleeps in (True, False):
+        backend = megatron(path, rank, world, TENSOR, model={"dtype": dtype}, dtype=torch.float32)
+        backend.step_rl(mixed_groups())
+        if sleeps:
+            backend._optimizer.sleep()
+            freed = sum(data.untyped_storage().size() for b in backend._optimizer._buffers() for data in (b.param_data, b.grad_data))
+            backend._optimizer.wake()
+        metrics.append([backend.step_rl(mixed_groups()).metrics for _ in range(2)])
+    return freed, *metrics
+
+
+@pytest.mark.parametrize(("temperature", "chunk"), [(1.0, 100), (0.7, 3)])
+def test_scores_over_a_divided_vocabulary_are_those_over_a_whole_one(two: Pool, temperature: float, chunk: int) -> None:
+    """Values and gradients of log-probs and entropies, for 70 tokens on two ranks of 64 rows: the second has 6 and padding."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND, weight_VD = (torch.randn(shape, 8, generator=generator, dtype=torch.float64) for shape in (10, 70))
+    targets_N = torch.arange(0, 70, 7)
+    hidden_ND.requires_grad_()
+    weight_VD.requires_grad_()
+    logprobs_N, entropy_N = score(hidden_ND, weight_VD, targets_N, temperature, 4, entropy=True)
+    assert entropy_N is not None
+    (logprobs_N.cos() + entropy_N.sin()).sum().backward()
+    expected = [t.detach().numpy() for t in (logprobs_N, entropy_N, hidden_ND.grad, weight_VD.grad)]
+    results = two.run(scores_of_a_rank, hidden_ND.detach(), weight_VD.detach(), targets_N, temperature, chunk)
+    for found in results:
+        for one, other in zip(found[:3], expected[:3], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(np.concatenate([r[3] for r in results])[:70], expected[3], rtol=1e-12, atol=1e-14)
+    assert not np.concatenate([r[3] for r in results])[70:].any()
+
+
+def scores_of_a_rank(rank: int, world: int, hidden_ND: Any, weight_VD: Any, targets_N: Any, temperature: float, chunk: int) -> list[Any]:
+    from trainer.megatron.layout import Layout
+    from trainer.megatron.mesh import open_mesh
+    from trainer.megatron.scoring import score_parallel
+
+    mesh = open_mesh(Layout(tensor=2), rank)
+    padded_VD = torch.full((128, 8), 9.0, dtype=torch.float64)
+    padded_VD[:70] = weight_VD
+    own_WD = padded_VD[rank * 64 : (rank + 1) * 64].clone().requires_grad_()
+    hidden_ND.requires_grad_()
+    options: dict[str, Any] = {"temperature": temperature, "chunk": chunk, "entropy": True, "entropy_gradient": True}
+    logprobs_N, entropy_N = score_parallel(hidden_ND, own_WD, targets_N, mesh=mesh, vocabulary=70, **options)
+    assert entropy_N is not None
+    (logprobs_N.cos() + entropy_N.sin()).sum().backward()
+    return [t.detach().numpy() for t in (logprobs_N, entropy_N, hidden_ND.grad, own_WD.grad)]

@@ -1,0 +1,116 @@
+"""The name-and-slice map: every element of a checkpoint lies somewhere exactly once, and every rank's tensor is full of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from trainer.config import TrainerConfig
+from trainer.megatron.architecture import Architecture
+from trainer.megatron.layout import Layout, layout_of
+from trainer.megatron.names import Part, holders, layers_of, parts, shapes
+
+DENSE = Architecture(
+    family="qwen3", layers=4, hidden=8, heads=4, kv_heads=2, head_width=2, feed_forward=12, vocabulary=70, tied=False, norm_epsilon=1e-6,
+    windows=(None,) * 4, head_norm=True,
+)  # fmt: skip
+MOE = replace(DENSE, family="qwen3_moe", experts=4, experts_per_token=2, expert_width=6)
+LAYOUTS = [
+    Layout(),
+    Layout(tensor=2),
+    Layout(data=2, tensor=2, pipeline=2),
+    Layout(pipeline=2, chunks=2),
+    Layout(data=4, expert=2),
+    Layout(data=2, tensor=2, expert=4),
+]
+
+
+def filled(shape: tuple[int, ...], ranges: list[tuple[tuple[int, int], ...]]) -> np.ndarray:
+    """How often each element of a tensor is covered."""
+    counts = np.zeros(shape, np.int64)
+    for one in ranges:
+        counts[tuple(slice(*r) for r in one)] += 1
+    return counts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("architecture", [DENSE, replace(DENSE, tied=True), MOE, replace(DENSE, family="qwen2", qkv_bias=True, head_norm=False)])
+def test_every_element_of_a_checkpoint_is_held_once(architecture: Architecture, layout: Layout) -> None:
+    if layout.expert > 1 and not architecture.experts:
+        return
+    for name, shape in shapes(architecture).items():
+        counts = filled(shape, [held.block.there for held in holders(architecture, layout)[name]])
+        assert counts.min() == counts.max() == 1, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_element_of_a_rank_is_filled_once(layout: Layout) -> None:
+    """But for the vocabulary's padding."""
+    for rank in range(layout.ranks):
+        for chunk in parts(MOE, layout, rank):
+            for name, part in chunk.items():
+                counts = filled(part.shape, [block.here for block in part.blocks])
+                if "embeddings" in name or name == "output_layer.weight":
+                    assert counts.max(initial=0) <= 1
+                else:
+                    assert counts.min() == counts.max() == 1, name
+
+
+def test_queries_keys_and_values_of_a_group_lie_together() -> None:
+    """Tensor rank 1 of 2 has the second of two groups: queries 2 and 3, key 1, value 1, each two rows wide."""
+    part = parts(DENSE, Layout(tensor=2), 1)[0]["decoder.layers.0.self_attention.linear_qkv.weight"]
+    found = [(b.name.rpartition(".self_attn.")[2], b.there[0], b.here[0]) for b in part.blocks]
+    assert found == [("q_proj.weight", (4, 8), (0, 4)), ("k_proj.weight", (2, 4), (4, 6)), ("v_proj.weight", (2, 4), (6, 8))]
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded_on_the_last_ranks() -> None:
+    """70 tokens over 2 ranks in multiples of 64: 64 on the first, 6 and padding on the second."""
+    found: list[Part] = [parts(DENSE, Layout(tensor=2), rank)[0]["output_layer.weight"] for rank in (0, 1)]
+    assert [part.shape for part in found] == [(64, 8), (64, 8)]
+    assert [part.blocks[0].there[0] for part in found] == [(0, 64), (64, 70)]
+
+
+def test_interleaved_stages_take_turns() -> None:
+    layout = Layout(pipeline=2, chunks=2)
+    assert [[list(layers_of(DENSE, layout, stage, chunk)) for chunk in (0, 1)] for stage in (0, 1)] == [[[0], [2]], [[1], [3]]]
+
+
+def test_ranks_are_numbered_with_tensor_fastest_and_stages_slowest() -> None:
+    layout = Layout(data=2, tensor=2, pipeline=2)
+    assert [(p.tensor, p.data, p.stage) for p in map(layout.place, range(8))] == [
+        (0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1), (1, 1, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 3, "tensor_parallel": 2}, "trainer.ranks = 3 does not divide by .* 2 x 1 = 2: .* use 2 or 4 ranks"),
+        ({"ranks": 4, "expert_parallel": 3}, "expert_parallel = 3 does not divide the 4 ranks"),
+        ({"ranks": 2, "pipeline_parallel": 2, "pipeline_chunks": 2}, "pipeline_chunks = 2 needs .* at least 3, not 2"),
+    ],
+)
+def test_ranks_that_do_not_divide_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout_of(TrainerConfig(backend="megatron", **options))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(tensor=8), "4 attention heads do not divide by trainer.tensor_parallel = 8: 4 / 8 = 0.50"),
+        (Layout(tensor=4), "2 key-value heads do not divide by trainer.tensor_parallel = 4"),
+        (Layout(pipeline=3), "4 layers do not divide by .* = 3: 4 / 3 = 1.33"),
+        (Layout(data=2, expert=2), "expert_parallel = 2, but the model .* has no experts"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_refused(layout: Layout, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DENSE.check(layout)
+
+
+def test_parallelism_that_fsdp_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel = 2 needs trainer.backend = 'megatron'"):
+        TrainerConfig(ranks=2, tensor_parallel=2)

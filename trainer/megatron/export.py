@@ -1,0 +1,55 @@
+"""What leaves the trainer: full tensors under their Hugging Face names, put together on rank 0 from the ranks that hold their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.megatron.architecture import Architecture
+from trainer.megatron.directory import slices
+from trainer.megatron.mesh import Mesh
+from trainer.megatron.names import Held, holders, shapes
+from weight_sync.contracts import TensorSpec
+
+
+class Exporter:
+    """`tensors`: this rank's own, one dict a chunk. What is exported has `dtype`."""
+
+    def __init__(self, architecture: Architecture, mesh: Mesh, tensors: Sequence[Mapping[str, Tensor]], dtype: torch.dtype):
+        self._own, self._mesh, self._dtype = tensors, mesh, dtype
+        self._shapes, self._holders = shapes(architecture), holders(architecture, mesh.layout)
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, shape, str(self._dtype).removeprefix("torch.")) for name, shape in self._shapes.items()]
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors on rank 0 in the order of `names`, elsewhere empty ones. Collective: every rank takes every step."""
+        for name in names:
+            yield name, self._gathered(name)
+
+    def _gathered(self, name: str) -> Tensor:
+        """Each holding rank sends its blocks of the tensor in one message."""
+        device = next(iter(self._own[0].values())).device
+        receives = self._mesh.rank == 0
+        full = torch.empty(self._shapes[name] if receives else 0, dtype=self._dtype, device=device)
+        for rank, group in groupby(self._holders[name], key=lambda held: held.rank):
+            held = list(group)
+            if rank == 0 and receives:
+                for one in held:
+                    full[slices(one.block.there)] = self._local(one)
+            elif rank == self._mesh.rank:
+                dist.send(torch.cat([self._local(one).flatten() for one in held]), 0, group=self._mesh.everyone)
+            elif receives:
+                message = torch.empty(sum(one.block.numel for one in held), dtype=self._dtype, device=device)
+                dist.recv(message, rank, group=self._mesh.everyone)
+                for one, flat in zip(held, message.split([one.block.numel for one in held]), strict=True):
+                    place = full[slices(one.block.there)]
+                    place.copy_(flat.view(place.shape))
+        return full
+
+    def _local(self, held: Held) -> Tensor:
+        return self._own[held.chunk][held.tensor].detach()[slices(held.block.here)].to(self._dtype)

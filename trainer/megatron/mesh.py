@@ -1,0 +1,71 @@
+"""Megatron-Core's process groups for a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trainer.megatron import cpu
+from trainer.megatron.layout import Layout, Place
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's groups. `everyone` is of all ranks: the default group is left to checkpoints that are written in the background."""
+
+    layout: Layout
+    rank: int
+    place: Place
+    everyone: dist.ProcessGroup
+    tensor: dist.ProcessGroup
+    data: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+
+    @property
+    def scores(self) -> bool:
+        """Whether this rank is of the last stage, which alone has log-probs."""
+        return self.place.stage == self.layout.pipeline - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's log-probs count: one of those that have the same."""
+        return self.scores and self.place.tensor == 0
+
+
+def open_mesh(layout: Layout, rank: int) -> Mesh:
+    """Collective over the default process group. Groups of a mesh opened before in this process are closed."""
+    cpu.redirect()
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=True,
+    )
+    place = layout.place(rank)
+    mesh = Mesh(
+        layout=layout,
+        rank=rank,
+        place=place,
+        everyone=dist.new_group(),
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        data=parallel_state.get_data_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    found = (mesh.tensor.rank(), mesh.data.rank(), mesh.pipeline.rank(), parallel_state.get_expert_model_parallel_rank())
+    assert found == (place.tensor, place.data, place.stage, place.expert), (found, place)
+    return mesh
+
+
+def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Over the group, in place."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
+    return tensor

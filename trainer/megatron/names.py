@@ -1,0 +1,179 @@
+"""The name-and-slice map: which part of which Hugging Face tensor lies where in which tensor of a Megatron rank.
+
+Import, export and `miles convert` read the same map. Pure arithmetic: no torch, no Megatron-Core.
+
+Megatron keeps query, key and value of one group of heads together (q q k v | q q k v ...), and gate above up within each tensor
+rank's share, so one of its tensors is several blocks of several Hugging Face tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer.megatron.architecture import Architecture
+from trainer.megatron.layout import Layout
+
+Range = tuple[int, int]
+"""Start and stop in one dimension."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rectangle `there` of Hugging Face tensor `name` is the rectangle `here` of a rank's tensor; one range a dimension."""
+
+    name: str
+    there: tuple[Range, ...]
+    here: tuple[Range, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for start, stop in self.here:
+            count *= stop - start
+        return count
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a rank. What no block covers is padding: zeros.
+
+    Attributes:
+        sharded: its dimension that is divided over tensor ranks; None where each has the whole.
+        stride: pieces that lie end to end in that dimension (gate and up: 2).
+        expert: it belongs to an expert. copy: of another stage's tensor (a tied output head); it is never exported.
+    """
+
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    sharded: int | None = None
+    stride: int = 1
+    expert: bool = False
+    copy: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where a block can be fetched: chunk and tensor name on `rank`."""
+
+    rank: int
+    chunk: int
+    tensor: str
+    block: Block
+
+
+def layers_of(architecture: Architecture, layout: Layout, stage: int, chunk: int) -> range:
+    """Numbers, in the whole model, of the layers in one chunk of a stage: chunks go round the stages."""
+    size = architecture.layers // (layout.pipeline * layout.chunks)
+    start = (chunk * layout.pipeline + stage) * size
+    return range(start, start + size)
+
+
+def parts(architecture: Architecture, layout: Layout, rank: int) -> list[dict[str, Part]]:
+    """The tensors of `rank` by the names that Megatron-Core gives them, one dict a chunk."""
+    return [dict(_chunk(architecture, layout, rank, chunk)) for chunk in range(layout.chunks)]
+
+
+def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the Hugging Face checkpoint and its shape, layer by layer; tied ones once."""
+    whole = parts(architecture, Layout(), 0)[0]
+    found: dict[str, tuple[int, ...]] = {}
+    for part in whole.values():
+        for block in part.blocks:
+            before = found.get(block.name, (0,) * len(block.there))
+            found[block.name] = tuple(max(size, stop) for size, (_, stop) in zip(before, block.there, strict=True))
+    return found
+
+
+def holders(architecture: Architecture, layout: Layout) -> dict[str, list[Held]]:
+    """For every Hugging Face tensor the blocks that make it up, each once, with the first rank that has it."""
+    found: dict[str, list[Held]] = {name: [] for name in shapes(architecture)}
+    for rank in range(layout.ranks):
+        place = layout.place(rank)
+        for chunk, tensors in enumerate(parts(architecture, layout, rank)):
+            for tensor, part in tensors.items():
+                if part.copy or (place.expert_data if part.expert else place.data) or (part.sharded is None and not part.expert and place.tensor):
+                    continue
+                for block in part.blocks:
+                    found[block.name].append(Held(rank, chunk, tensor, block))
+    return found
+
+
+def _chunk(architecture: Architecture, layout: Layout, rank: int, chunk: int) -> Iterator[tuple[str, Part]]:
+    place = layout.place(rank)
+    first = place.stage == 0 and chunk == 0
+    last = place.stage == layout.pipeline - 1 and chunk == layout.chunks - 1
+    if first:
+        yield "embedding.word_embeddings.weight", _vocabulary("model.embed_tokens.weight", architecture, layout, place.tensor)
+    for local, layer in enumerate(layers_of(architecture, layout, place.stage, chunk)):
+        for name, part in _layer(architecture, layout, rank, f"model.layers.{layer}."):
+            yield f"decoder.layers.{local}.{name}", part
+    if last:
+        yield "decoder.final_layernorm.weight", _whole("model.norm.weight", (architecture.hidden,))
+        if not architecture.tied:
+            yield "output_layer.weight", _vocabulary("lm_head.weight", architecture, layout, place.tensor)
+        elif not first:
+            yield "output_layer.weight", _vocabulary("model.embed_tokens.weight", architecture, layout, place.tensor, copy=True)
+
+
+def _layer(architecture: Architecture, layout: Layout, rank: int, prefix: str) -> Iterator[tuple[str, Part]]:
+    place, hidden, width = layout.place(rank), architecture.hidden, architecture.head_width
+    yield "input_layernorm.weight", _whole(f"{prefix}input_layernorm.weight", (hidden,))
+    attention = f"{prefix}self_attn."
+    yield "self_attention.linear_qkv.weight", _qkv(attention, "weight", architecture, layout, place.tensor)
+    if architecture.qkv_bias:
+        yield "self_attention.linear_qkv.bias", _qkv(attention, "bias", architecture, layout, place.tensor)
+    if architecture.head_norm:
+        yield "self_attention.q_layernorm.weight", _whole(f"{attention}q_norm.weight", (width,))
+        yield "self_attention.k_layernorm.weight", _whole(f"{attention}k_norm.weight", (width,))
+    yield "self_attention.linear_proj.weight", _columns(f"{attention}o_proj.weight", hidden, architecture.heads * width, layout.tensor, place.tensor)
+    yield "pre_mlp_layernorm.weight", _whole(f"{prefix}post_attention_layernorm.weight", (hidden,))
+    if not architecture.experts:
+        yield from _mlp("mlp.", f"{prefix}mlp.", hidden, architecture.feed_forward, layout.tensor, place.tensor)
+        return
+    yield "mlp.router.weight", _whole(f"{prefix}mlp.gate.weight", (architecture.experts, hidden))
+    share = architecture.experts // layout.expert
+    for local in range(share):
+        there = f"{prefix}mlp.experts.{place.expert * share + local}."
+        yield from _mlp(f"mlp.experts.local_experts.{local}.", there, hidden, architecture.expert_width, 1, 0, expert=True)
+
+
+def _mlp(here: str, there: str, hidden: int, width: int, ranks: int, rank: int, expert: bool = False) -> Iterator[tuple[str, Part]]:
+    size = width // ranks
+    rows, own = (rank * size, (rank + 1) * size), (0, hidden)
+    blocks = tuple(Block(f"{there}{name}.weight", (rows, own), ((at * size, (at + 1) * size), own)) for at, name in enumerate(("gate_proj", "up_proj")))
+    yield f"{here}linear_fc1.weight", Part((2 * size, hidden), blocks, sharded=0, stride=2, expert=expert)
+    block = Block(f"{there}down_proj.weight", (own, rows), (own, (0, size)))
+    yield f"{here}linear_fc2.weight", Part((hidden, size), (block,), sharded=1, expert=expert)
+
+
+def _qkv(there: str, kind: str, architecture: Architecture, layout: Layout, rank: int) -> Part:
+    """Groups of heads over tensor ranks; in each group its queries, then its key, then its value."""
+    width, groups = architecture.head_width, architecture.kv_heads // layout.tensor
+    queries = architecture.heads // architecture.kv_heads * width
+    rest: tuple[Range, ...] = ((0, architecture.hidden),) if kind == "weight" else ()
+    blocks, at = [], 0
+    for group in range(rank * groups, (rank + 1) * groups):
+        for name, size in (("q_proj", queries), ("k_proj", width), ("v_proj", width)):
+            blocks.append(Block(f"{there}{name}.{kind}", ((group * size, (group + 1) * size), *rest), ((at, at + size), *rest)))
+            at += size
+    return Part((at, *(stop for _, stop in rest)), tuple(blocks), sharded=0)
+
+
+def _columns(name: str, rows: int, columns: int, ranks: int, rank: int) -> Part:
+    size = columns // ranks
+    block = Block(name, ((0, rows), (rank * size, (rank + 1) * size)), ((0, rows), (0, size)))
+    return Part((rows, size), (block,), sharded=1)
+
+
+def _vocabulary(name: str, architecture: Architecture, layout: Layout, rank: int, copy: bool = False) -> Part:
+    """Rows over tensor ranks; the last ranks may hold padding, or nothing else."""
+    share, columns = architecture.vocabulary_share(layout), (0, architecture.hidden)
+    start, stop = rank * share, min((rank + 1) * share, architecture.vocabulary)
+    blocks = (Block(name, ((start, stop), columns), ((0, stop - start), columns)),) if start < stop else ()
+    return Part((share, architecture.hidden), blocks, sharded=0, copy=copy)
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> Part:
+    ranges = tuple((0, size) for size in shape)
+    return Part(shape, (Block(name, ranges, ranges),))

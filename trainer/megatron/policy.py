@@ -1,0 +1,85 @@
+"""A model over its pipeline: rows go through Megatron-Core's schedules, and the last stage scores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from trainer.fsdp.meters import Meters
+from trainer.fsdp.scoring import Row, RowLoss
+from trainer.megatron.attention import rows_of
+from trainer.megatron.mesh import Mesh
+from trainer.megatron.model import Chunk
+from trainer.megatron.scoring import score_parallel
+
+
+class Model:
+    """The policy or its reference on this rank.
+
+    Args:
+        chunks: this rank's pieces as Megatron-Core's schedules call them, wrapped in its data parallelism where they are trained.
+        vocabulary: tokens there are, padding left out.
+        log_chunk: tokens whose logits exist at once.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, vocabulary: int, log_chunk: int):
+        self.chunks, self._mesh, self._vocabulary, self._log_chunk = list(chunks), mesh, vocabulary, log_chunk
+
+    def train(self, rows: Sequence[Row], temperature: float, loss: RowLoss, meters: Meters, total: int, *, entropy: bool, entropy_gradient: bool) -> None:
+        """Forward and backward of every row; gradients add up, and are summed over data-parallel ranks at the end. Collective."""
+
+        def trained(row: Row, hidden_T1D: Tensor) -> tuple[Tensor, Tensor, None]:
+            out = loss(row, *self._scores(row, hidden_T1D, temperature, entropy, entropy_gradient))
+            meters.add("loss/total", out.loss.detach() * total)
+            for name, value in out.sums.items():
+                meters.add(name, value)
+            # Megatron-Core counts tokens to divide by; ours are shares of a global mean already.
+            return out.loss, torch.zeros((), dtype=torch.int, device=out.loss.device), None
+
+        self._run(rows, trained, forward_only=False)
+
+    def score(self, rows: Sequence[Row], temperature: float) -> list[Tensor]:
+        """`logprobs_N` of each row, without a graph; nothing on stages before the last. Collective."""
+
+        def scored(row: Row, hidden_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logprobs_N, _ = self._scores(row, hidden_T1D, temperature, False, False)
+            return logprobs_N.sum(), torch.zeros((), dtype=torch.int, device=logprobs_N.device), logprobs_N
+
+        with torch.no_grad():
+            return self._run(rows, scored, forward_only=True)
+
+    def _run(self, rows: Sequence[Row], finish: Callable[[Row, Tensor], Any], *, forward_only: bool) -> list[Tensor]:
+        def step(data: Iterator[Row], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            row = next(data)
+            hidden_T1D = model(input_ids=row.tokens_T[None], position_ids=row.positions_T[None], attention_mask=None, packed_seq_params=rows_of(row.sequence_T))
+            return hidden_T1D, partial(finish, row)
+
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(rows) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(rows),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _scores(self, row: Row, hidden_T1D: Tensor, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        last: Any = self.chunks[-1]
+        chunk: Chunk = getattr(last, "module", last)
+        return score_parallel(
+            hidden_T1D[:, 0].index_select(0, row.scored_N - 1),
+            chunk.head(),
+            row.tokens_T[row.scored_N],
+            mesh=self._mesh,
+            vocabulary=self._vocabulary,
+            temperature=temperature,
+            chunk=self._log_chunk,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+        )
