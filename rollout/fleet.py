@@ -25,6 +25,10 @@ WAVE_GRACE_S = 60.0
 """An actor keeps the deadline of each group itself. One that has not answered so long after it hangs, and is taken for dead."""
 
 
+Wave = list[tuple[GroupTask, "asyncio.Future[GroupResult]"]]
+"""Groups that an engine was given together, each with the future that its result ends."""
+
+
 @dataclass
 class Member:
     """One place in the fleet and the actor that fills it now."""
@@ -62,8 +66,9 @@ class Fleet:
         """Run one engine method on one engine; raises what it raised, with its traceback."""
         return await self._members[engine_id].actor.call.remote(method, *args)
 
-    def submit(self, tasks: Sequence[GroupTask]) -> list[asyncio.Future[GroupResult]]:
-        """Start one wave. Claims are dealt out by number, so that the same claims meet the same engine in every run.
+    def submit(self, tasks: Sequence[GroupTask], *, balanced: bool = False) -> list[asyncio.Future[GroupResult]]:
+        """Start one wave. Claims are dealt out by number, so that the same claims meet the same engine in every run; `balanced`: each to
+        the engine with the fewest groups at work, so that one with slow groups gets no more of them than it can do.
 
         Every future ends: a task whose engine dies, or no longer answers, resolves to a result of kind `engine_died`; what an actor
         raises, such as a RewardError, is raised from every future of its wave.
@@ -73,12 +78,13 @@ class Fleet:
             raise RuntimeError("no engine is up")
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[GroupResult]] = []
-        waves: dict[int, list[GroupTask]] = {}
+        waves: dict[int, Wave] = {}
         for task in tasks:
-            engine_id = ready[task.claim_id % len(ready)]
+            idlest = min(ready, key=lambda index: len(self._members[index].outstanding))
+            engine_id = idlest if balanced else ready[task.claim_id % len(ready)]
             future: asyncio.Future[GroupResult] = loop.create_future()
             self._members[engine_id].outstanding[task.claim_id] = future
-            waves.setdefault(engine_id, []).append(task)
+            waves.setdefault(engine_id, []).append((task, future))
             futures.append(future)
         for engine_id, wave in waves.items():
             runner = asyncio.ensure_future(self._run_wave(engine_id, wave))
@@ -115,11 +121,11 @@ class Fleet:
         for member in self._members:
             ray.kill(member.actor)
 
-    async def _run_wave(self, engine_id: int, wave: list[GroupTask]) -> None:
+    async def _run_wave(self, engine_id: int, wave: Wave) -> None:
         """Whatever happens here reaches the wave's futures: nobody else would end them, and whoever waits would wait for ever."""
         member = self._members[engine_id]
         actor = member.actor
-        limit_s = max(task.timeout_s for task in wave) + WAVE_GRACE_S
+        limit_s = max(task.timeout_s for task, _ in wave) + WAVE_GRACE_S
         try:
             async with asyncio.timeout(limit_s):
                 await self._collect(engine_id, actor, wave)
@@ -132,9 +138,9 @@ class Fleet:
         except Exception as error:  # noqa: BLE001 - raised from the futures, where the loop sees it
             _raise_from(member, actor, wave, error)
 
-    async def _collect(self, engine_id: int, actor: Any, wave: list[GroupTask]) -> None:
+    async def _collect(self, engine_id: int, actor: Any, wave: Wave) -> None:
         member = self._members[engine_id]
-        async for ref in actor.run_groups.options(num_returns="streaming").remote(wave):
+        async for ref in actor.run_groups.options(num_returns="streaming").remote([task for task, _ in wave]):
             result: GroupResult = await ref
             if member.actor is not actor:
                 return  # it was replaced, and its claims may be with its successor by now
@@ -144,7 +150,8 @@ class Fleet:
             future = member.outstanding.pop(result.claim_id, None)
             if future is not None:
                 _resolve(future, result)
-        unanswered = [task.claim_id for task in wave if task.claim_id in member.outstanding]
+        # A claim may be at work again by now, in a later wave: what counts is this wave's own future.
+        unanswered = [task.claim_id for task, future in wave if not future.done()]
         assert member.actor is not actor or not unanswered, f"engine {engine_id} gave no result for claims {unanswered}"
 
     def _lost(self, engine_id: int, actor: Any, reason: str) -> None:
@@ -164,12 +171,12 @@ async def _start(engine_id: int, member: Member) -> None:
         ) from error
 
 
-def _raise_from(member: Member, actor: Any, wave: Sequence[GroupTask], error: Exception) -> None:
+def _raise_from(member: Member, actor: Any, wave: Wave, error: Exception) -> None:
     if member.actor is not actor:
         return
-    for task in wave:
-        future = member.outstanding.pop(task.claim_id, None)
-        if future is not None and not future.done():
+    for task, future in wave:
+        if not future.done():
+            member.outstanding.pop(task.claim_id, None)
             future.set_exception(error)
 
 

@@ -5,7 +5,7 @@ Capacity is the one rule. Groups in flight or waiting in the buffer are at most
     prompts_per_step x (max_staleness + 1)   while the trainer waits for a batch
     prompts_per_step x max_staleness         while it trains
 
-so that at 0 the engines are idle while the trainer works, and at 1 they are one batch ahead.
+so that at 0 the engines are idle while the trainer works, and at k they are up to k batches ahead.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Producer:
     _filtered: list[Group] = field(default_factory=list)
     _waiting: list[int] = field(default_factory=list)
     _in_flight: set[int] = field(default_factory=set)
+    _refused_lengths: list[int] = field(default_factory=list)
     _error: BaseException | None = None
     _failures_in_a_row: int = 0
 
@@ -123,7 +124,7 @@ class Producer:
     def _submit(self, claim_ids: Sequence[int]) -> None:
         tasks = [GroupTask(claim_id=c, prompt=self.stream.prompt(c), sampling=self.sampler(c), timeout_s=self.timeout_s) for c in claim_ids]
         self._in_flight.update(claim_ids)
-        for future in self.fleet.submit(tasks):
+        for future in self.fleet.submit(tasks, balanced=self.max_staleness > 0):
             future.add_done_callback(self._on_done)
 
     def _on_done(self, future: asyncio.Future[GroupResult]) -> None:
@@ -161,6 +162,7 @@ class Producer:
         """Groups refused as too old are generated again under the current weights, as long as they have attempts left."""
         for group in self.buffer.drain_refused():
             self._counts["groups/refused_stale"] += 1
+            self._refused_lengths += [sample.response_length for sample in group.samples]
             if self.claims.retry(group.claim_id):
                 self._waiting.append(group.claim_id)
             else:
@@ -180,6 +182,10 @@ class Producer:
     def _drain_counts(self) -> dict[str, float]:
         counts = {name: float(self._counts[name]) for name in ("groups/failed", "groups/exhausted", "groups/refused_stale")}
         counts["groups/filtered"] = float(len(self._filtered))
+        counts |= {"queue/in_flight": float(len(self._in_flight)), "queue/buffered": float(len(self.buffer))}
+        if self._refused_lengths:
+            counts["length/refused_mean"] = sum(self._refused_lengths) / len(self._refused_lengths)
+            self._refused_lengths.clear()
         self._counts.clear()
         self._filtered.clear()
         return counts

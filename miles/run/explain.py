@@ -76,7 +76,8 @@ def _rl_arithmetic(recipe: RLRecipe) -> Iterator[str]:
         f"CPUs: {engines.engines} engine{'s' * (engines.engines > 1)} x {engines.threads} + {ranks.ranks} rank{'s' * (ranks.ranks > 1)} x {ranks.threads} "
         f"= {engines.engines * engines.threads + ranks.ranks * ranks.threads}"
     )
-    yield f"staleness: at most {recipe.run.max_staleness} weight versions ({'synchronous' if recipe.run.max_staleness == 0 else 'one step off'})"
+    ahead = {0: "synchronous", 1: "one step off"}.get(recipe.run.max_staleness, f"up to {recipe.run.max_staleness} batches ahead")
+    yield f"staleness: at most {recipe.run.max_staleness} weight versions ({ahead})"
 
 
 def _supervised_arithmetic(recipe: SupervisedRecipe) -> Iterator[str]:

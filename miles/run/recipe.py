@@ -24,7 +24,10 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, description="seed of everything: data order, sampling, initialisation")
     steps: int = Field(100, ge=1, description="training steps; each takes one batch")
     max_staleness: int = Field(
-        0, ge=0, le=1, description="weight versions between a group's oldest token and the update that trains on it: 0 synchronous, 1 one-step-off"
+        0,
+        ge=0,
+        description="weight versions between a group's oldest token and the update that trains on it: 0 synchronous, 1 one-step-off, more: engines "
+        "work ahead by as many batches, and what grew older is generated again",
     )
 
 

@@ -13,9 +13,12 @@ METRICS: dict[str, str] = {
     "groups/failed": "groups that failed or timed out since the last step",
     "groups/exhausted": "groups given up after max_attempts since the last step",
     "groups/refused_stale": "finished groups refused because they were older than max_staleness",
+    "queue/in_flight": "groups at work when the step's batch was complete",
+    "queue/buffered": "finished groups left in the buffer then",
     # lengths
     "length/mean": "mean response tokens",
     "length/max": "longest response in tokens",
+    "length/refused_mean": "mean response tokens of what was refused as too old since the last step: beside length/mean, the bias of refusing",
     "length/truncated": "share of responses that met max_new_tokens",
     # loss and optimizer
     "loss/total": "the loss that was differentiated",

@@ -33,7 +33,7 @@ class Fleet:
         self.asked: dict[int, asyncio.Future[GroupResult]] = {}
         self.prompts: dict[int, int] = {}  # what was asked for each claim, in order
 
-    def submit(self, tasks: Sequence[GroupTask]) -> list[asyncio.Future[GroupResult]]:
+    def submit(self, tasks: Sequence[GroupTask], *, balanced: bool) -> list[asyncio.Future[GroupResult]]:
         for task in tasks:
             assert task.claim_id not in self.asked, f"claim {task.claim_id} is in flight twice"
             self.asked[task.claim_id] = asyncio.get_running_loop().create_future()
@@ -203,6 +203,32 @@ def test_at_1_one_batch_is_ahead_and_what_grew_too_old_is_generated_again() -> N
         taken = await taking
         assert [g.claim_id for g in taken.groups] == [4, 5, 6, 7]
         assert taken.counts["groups/refused_stale"] == 2.0
+
+    run(test)
+
+
+def test_at_4_the_engines_are_four_batches_ahead_and_a_group_that_was_slow_is_trained_as_long_as_it_is_young_enough() -> None:
+    async def test() -> None:
+        fleet = Fleet()
+        made = producer(fleet, max_staleness=4)
+        trained: list[int] = []
+        for version in range(6):
+            taking = asyncio.ensure_future(made.take(version))
+            await settle()
+            assert len(fleet.asked) == 5 * N
+            await fleet.answer([c for c in sorted(fleet.asked) if c >= 2][:N], at(version))  # 0 and 1 were begun at version 0 and hang
+            taken = await taking
+            made.trained(taken.groups)
+            trained += [g.claim_id for g in taken.groups]
+        assert 0 not in trained
+        taking = asyncio.ensure_future(made.take(6))
+        await settle()
+        await fleet.answer([0], at(1))  # 5 versions old
+        await fleet.answer([1], at(2))  # 4 versions old
+        await fleet.answer([c for c in sorted(fleet.asked) if c > 1][: N - 1], at(6))
+        taken = await taking
+        assert (taken.groups[0].claim_id, taken.counts["groups/refused_stale"]) == (1, 1.0)
+        assert taken.counts["length/refused_mean"] > 0
 
     run(test)
 

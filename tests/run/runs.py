@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from miles.config import Resolved, load
 from miles.core.model.tiny import make_tiny_model
@@ -62,6 +65,13 @@ def sft_recipe(task: dict[str, Path], folder: Path, *overrides: str) -> Resolved
 def share_of_a(sample: Any, *, prompt: Any, text: str) -> float:
     """A dense reward that a random model can climb."""
     return text.count("a") / max(len(text), 1)
+
+
+async def after_a_while(sample: Any, *, prompt: Any, text: str) -> float:
+    """`share_of_a` after a time that is log-normal with a long tail, as of an environment: 0.2 s in the middle, 4 s one time in a hundred."""
+    rng = np.random.default_rng(list(sample.sample_id.encode()))
+    await asyncio.sleep(0.2 * float(np.exp(1.29 * rng.standard_normal())))
+    return share_of_a(sample, prompt=prompt, text=text)
 
 
 def kills_its_engine_once(sample: Any, *, prompt: Any, text: str, flag: str) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from miles.core.checkpoint.store import CheckpointStore, read_manifest
 from miles.run import rl, sft
 from tests.run.runs import learned, make_task, records, rl_overrides, rl_recipe, sft_recipe, weights
 
@@ -101,8 +102,21 @@ def test_one_step_off_with_two_ranks_two_engines_broadcast_and_a_reference(task:
     rl.run(rl_recipe(task, tmp_path / "run", *overrides))
     steps = records(tmp_path / "run")
     assert [r["version/trained"] for r in steps] == [1, 2, 3, 4]
-    assert max(r["staleness/max"] for r in steps) == 1
+    assert max(r["staleness/max"] for r in steps) <= 1
+    assert all(r["queue/in_flight"] + r["queue/buffered"] >= 4 for r in steps), "engines are a batch ahead when a batch is complete"
     assert abs(steps[0]["policy/kl"]) < 1e-6 < steps[-1]["policy/kl"]
+
+
+@pytest.mark.full
+def test_four_versions_off_with_a_long_tail_trains_nothing_older_and_ends_every_claim_once(task: dict[str, Path], tmp_path: Path) -> None:
+    slow = 'reward.functions=[{name="tests.run.runs:after_a_while"}]'
+    rl.run(rl_recipe(task, tmp_path / "run", "run.steps=16", "cluster.cpus=3", "run.max_staleness=4", "rollout.engines=2", "checkpoint.every=1", slow))
+    steps = records(tmp_path / "run")
+    assert [r["version/trained"] for r in steps] == list(range(1, 17))
+    assert 1 < max(r["staleness/max"] for r in steps) <= 4
+    claims = read_manifest(CheckpointStore(tmp_path / "run" / "checkpoints").latest())["extra"]["producer"]["claims"]
+    assert sum(claims["ended"].values()) + len(claims["open"]) == claims["next"]
+    assert claims["ended"]["trained"] == 16 * 4
 
 
 def test_supervised_fine_tuning_learns_and_resumes(task: dict[str, Path], tmp_path: Path) -> None:
