@@ -155,6 +155,9 @@ class TrainerGroup:
     async def step_pairs(self, samples: Sequence[Sample]) -> StepResult:
         return await self._call("step_pairs", ray.put(list(samples)))
 
+    async def evaluate_pairs(self, samples: Sequence[Sample]) -> dict[str, float]:
+        return await self._call("evaluate_pairs", ray.put(list(samples)))
+
     async def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
         return await self._call("logprobs", ray.put(list(samples)), reference)
 

@@ -40,6 +40,10 @@ class TrainerBackend(WeightSource, Protocol):
         micro-batches, and the loss is a mean over the step's pairs. Collective."""
         ...
 
+    def evaluate_pairs(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """`eval/preference_*` of pairs as in `step_pairs`; nothing is trained. Collective."""
+        ...
+
     def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
         """Log-probs [R] of each sample's response tokens at the sampling temperature, by the policy or the reference. Collective."""
         ...

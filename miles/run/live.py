@@ -36,6 +36,7 @@ SHOWN = {
     "eval/pass_at_1": "eval pass@1",
     "eval/greedy": "eval greedy",
     "eval/distill_kl": "eval kl to teacher",
+    "eval/preference_accuracy": "eval accuracy",
 }
 logger = logging.getLogger(__name__)
 

@@ -69,6 +69,8 @@ def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
     _check_model(recipe.model)
     _check_data("data.paths", recipe.data.paths)
     _check_backend(recipe)
+    if not isinstance(recipe, SFTRecipe) and recipe.evaluate.every:
+        _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
     _check_tracking(recipe.tracking)
     reference = isinstance(recipe, PreferenceRecipe) and recipe.preference.needs_reference
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, footprint.parameters(Path(recipe.model.path)), reference=reference)

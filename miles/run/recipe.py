@@ -153,10 +153,19 @@ class SFTRecipe(SupervisedRecipe):
     data: SFTDataConfig = SFTDataConfig()
 
 
+class PairEvaluateConfig(Section):
+    """Evaluation on pairs that are not trained on."""
+
+    data: PairDataConfig = PairDataConfig()
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: never during the run")
+    at_start: bool = Field(True, description="also before the first step (where every > 0)")
+
+
 class PreferenceRecipe(SupervisedRecipe):
     """`miles prefer`: a policy learns from pairs of answers which is better."""
 
     data: PairDataConfig = PairDataConfig()
+    evaluate: PairEvaluateConfig = PairEvaluateConfig()
     preference: PreferenceConfig = PreferenceConfig()
 
     @model_validator(mode="after")
@@ -170,6 +179,7 @@ class RewardModelRecipe(SupervisedRecipe):
     """`miles reward`: a reward model learns from pairs of answers which is better."""
 
     data: PairDataConfig = PairDataConfig()
+    evaluate: PairEvaluateConfig = PairEvaluateConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from miles.config import Resolved
 from miles.core.model.load import longest_sequence, tokenizer_of
 from miles.data.preference import PairDataset, PairStream
+from miles.run.held_out import HeldOut
 from miles.run.preflight import check_supervised
 from miles.run.recipe import RewardModelRecipe
 from miles.run.supervised import supervise
@@ -19,4 +20,6 @@ def run(recipe: Resolved[RewardModelRecipe], *, resume: bool = False) -> int:
     check_supervised(recipe, resume=resume)
     config = recipe.config
     dataset = PairDataset.load(config.data, tokenizer_of(config.model), longest_sequence(config.model))
-    return supervise("reward", config, PairStream(dataset, config.run.seed), TrainerGroup.step_pairs, pairs=config.reward_model, resume=resume)
+    held_out = HeldOut.load(config.evaluate, config.model)
+    stream = PairStream(dataset, config.run.seed)
+    return supervise("reward", config, stream, TrainerGroup.step_pairs, pairs=config.reward_model, held_out=held_out, resume=resume)

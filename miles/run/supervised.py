@@ -16,6 +16,7 @@ from miles.data.types import Sample
 from miles.run.clock import Clock
 from miles.run.cluster import cluster, trainer_demands
 from miles.run.folder import held
+from miles.run.held_out import HeldOut
 from miles.run.live import Live
 from miles.run.recipe import SupervisedRecipe
 from miles.run.resume import first_step
@@ -50,7 +51,14 @@ class SupervisedRun:
     checkpoints: CheckpointStore
     tracker: Tracker
     live: Live
+    held_out: HeldOut | None = None
     version: int = 0
+
+    async def evaluate(self) -> dict[str, float]:
+        """Measures on held-out pairs, where the recipe says that it is time for them."""
+        if self.held_out is None or not self.held_out.due(self.version, self.recipe.run.steps):
+            return {}
+        return await self.trainer.evaluate_pairs(self.held_out.samples)
 
     async def checkpoint(self) -> None:
         """Start writing a checkpoint when it is time and there is none of this version."""
@@ -61,6 +69,9 @@ class SupervisedRun:
 async def train(run: SupervisedRun) -> None:
     """Train from `run.version` to the recipe's last step."""
     recipe, steps = run.recipe, run.recipe.run.steps
+    if run.version == 0 and (at_start := await run.evaluate()):
+        run.tracker.log(0, at_start)
+        run.live.update(0, at_start)
     while run.version < steps:
         clock = Clock()
         with clock("checkpoint"):  # of what the last step reached, now that its record is written
@@ -69,7 +80,9 @@ async def train(run: SupervisedRun) -> None:
         with clock("train"):
             trained = await run.step(run.trainer, batch)
         run.version += 1
-        metrics = clock.metrics() | trained.metrics | {"version/trained": float(run.version)}
+        with clock("evaluate"):
+            evaluation = await run.evaluate()
+        metrics = clock.metrics() | trained.metrics | evaluation | {"version/trained": float(run.version)}
         metrics["throughput/trained_tokens_per_s"] = sum(len(s.tokens) for s in batch) / metrics["seconds/train"]
         run.tracker.log(run.version, metrics)
         run.live.update(run.version, metrics)
@@ -79,12 +92,21 @@ async def train(run: SupervisedRun) -> None:
         await run.trainer.export(run.folder / "model")
 
 
-def supervise(kind: str, config: SupervisedRecipe, stream: Stream, step: Step, *, pairs: PairConfig | None = None, resume: bool = False) -> int:
+def supervise(
+    kind: str,
+    config: SupervisedRecipe,
+    stream: Stream,
+    step: Step,
+    *,
+    pairs: PairConfig | None = None,
+    held_out: HeldOut | None = None,
+    resume: bool = False,
+) -> int:
     """Start the trainer, train by `step` on `stream`, leave nothing running. Returns the exit code.
 
     Args:
         kind: the command, as the progress line names it.
-        pairs: the objective of a `step` on pairs.
+        pairs: the objective of a `step` on pairs. held_out: what it is measured on.
     """
     folder = Path(config.run.folder)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
@@ -117,6 +139,7 @@ def supervise(kind: str, config: SupervisedRecipe, stream: Stream, step: Step, *
             checkpoints=checkpoints,
             tracker=tracker,
             live=live,
+            held_out=held_out,
         )
         asyncio.run(_train_and_close(run, resume))
     return 0

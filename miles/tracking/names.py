@@ -77,6 +77,9 @@ METRICS: dict[str, str] = {
     "eval/truncated": "share of sampled answers that met max_new_tokens",
     "eval/failed": "samples without a reward, counted as not correct",
     "eval/distill_kl": "the student's divergence from its teacher on sampled answers to the evaluation prompts, nats per token",
+    "eval/preference_accuracy": "share of held-out pairs whose chosen answer has the higher reward",
+    "eval/preference_margin": "mean reward of held-out chosen answers less that of rejected ones",
+    "eval/preference_loss": "the objective's loss on held-out pairs",
     "eval/version": "the one weight version that all of the evaluation used",
 }
 

@@ -43,10 +43,29 @@ def overrides(task: dict[str, Path], folder: Path, *more: str) -> list[str]:
     return [*common, *more]
 
 
-def test_a_policy_learns_its_pairs(task: dict[str, Path], tmp_path: Path) -> None:
-    prefer.run(load(PreferenceRecipe, None, overrides(task, tmp_path / "run", "run.steps=8", "checkpoint.export=false")))
-    accuracy = [r["preference/accuracy"] for r in records(tmp_path / "run")]
-    assert np.mean(accuracy[-3:]) > 0.9 > np.mean(accuracy[:2])
+@pytest.mark.parametrize("objective", ["dpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("ipo", "kto", "orpo", "simpo"))])
+def test_a_policy_learns_what_is_better_in_pairs_it_never_saw(task: dict[str, Path], tmp_path: Path, objective: str) -> None:
+    """Its own measures, before, on the way and at the end: the last eight of 64 pairs are held out."""
+    data = [f'data.paths=["{task["pairs"]}@[0:56]"]', f'evaluate.data.paths=["{task["pairs"]}@[56:64]"]', "evaluate.every=5"]
+    folder = tmp_path / "run"
+    prefer.run(load(PreferenceRecipe, None, overrides(task, folder, f"preference.objective={objective}", "run.steps=8", "checkpoint.export=false", *data)))
+    evaluated = {r["step"]: r for r in records(folder) if "eval/preference_accuracy" in r}
+    assert list(evaluated) == [0, 5, 8]
+    first, _, last = evaluated.values()
+    assert last["eval/preference_accuracy"] > 0.9
+    assert last["eval/preference_margin"] > first["eval/preference_margin"]
+    assert last["eval/preference_loss"] < first["eval/preference_loss"]
+
+
+def test_kto_refuses_a_single_held_out_pair(task: dict[str, Path], tmp_path: Path) -> None:
+    data = [f'evaluate.data.paths=["{task["pairs"]}@[0:1]"]', "evaluate.every=1"]
+    with pytest.raises(ConfigError, match="hold out more"):
+        prefer.run(load(PreferenceRecipe, None, overrides(task, tmp_path / "run", "preference.objective=kto", *data)))
+
+
+def test_held_out_pairs_that_are_not_there_are_named(task: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate.data.paths is empty"):
+        prefer.run(load(PreferenceRecipe, None, overrides(task, tmp_path / "run", "evaluate.every=1")))
 
 
 @pytest.mark.full
@@ -69,9 +88,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one(task: dict[str, Path], tmp_p
 @pytest.mark.full
 def test_a_reward_model_learns_and_rewards_samples_as_in_training(task: dict[str, Path], tmp_path: Path) -> None:
     """Through worker processes, as a run calls it: chosen answers get more than rejected ones."""
-    reward.run(load(RewardModelRecipe, None, overrides(task, tmp_path / "run", "run.steps=8")))
-    accuracy = [r["preference/accuracy"] for r in records(tmp_path / "run")]
-    assert np.mean(accuracy[-3:]) > 0.9 > accuracy[0]
+    data = [f'data.paths=["{task["pairs"]}@[0:56]"]', f'evaluate.data.paths=["{task["pairs"]}@[56:64]"]', "evaluate.every=8"]
+    reward.run(load(RewardModelRecipe, None, overrides(task, tmp_path / "run", "run.steps=8", *data)))
+    found = records(tmp_path / "run")
+    assert np.mean([r["preference/accuracy"] for r in found[-3:]]) > 0.9 > found[1]["preference/accuracy"]
+    assert found[-1]["eval/preference_accuracy"] > 0.9 > found[0]["eval/preference_accuracy"]
     tokenizer = load_tokenizer(task["model"])
     pairs = PairDataset.load(PairDataConfig(paths=[str(task["pairs"])]), tokenizer, 64)
     prompt = Prompt(prompt_id=0, tokens=pairs[0][0].tokens[:1], text="", columns={})

@@ -150,6 +150,27 @@ def test_gradients_are_those_of_the_formula_on_one_and_two_ranks_for_any_split(m
         assert other == pytest.approx(one, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_an_evaluation_measures_what_a_step_would_start_from_and_trains_nothing(model: Path, two: Pool, name: str) -> None:
+    for evaluated, stepped in (evaluate_and_step(0, 1, model, OBJECTIVES[name]), two.run(evaluate_and_step, model, OBJECTIVES[name])[0]):
+        assert evaluated == pytest.approx(
+            {
+                "eval/preference_accuracy": stepped["preference/accuracy"],
+                "eval/preference_margin": stepped["preference/margin"],
+                "eval/preference_loss": stepped["loss/total"],
+            },
+            rel=1e-12,
+        )
+
+
+def evaluate_and_step(rank: int, world: int, path: Path, objective: PairConfig) -> tuple[dict[str, float], dict[str, float]]:
+    backend = make_backend(path, rank=rank, world=world, pairs=objective, **TOKENS)
+    shift(backend.model)
+    backend.evaluate_pairs(PAIRS[:4])
+    evaluated = backend.evaluate_pairs(PAIRS)
+    return evaluated, backend.step_pairs(PAIRS).metrics
+
+
 @pytest.mark.parametrize("name", ["kto", "reward"])
 def test_a_rank_without_a_pair_takes_part(model: Path, two: Pool, name: str) -> None:
     """One pair on two ranks."""

@@ -165,12 +165,8 @@ class FSDPBackend:
         return result
 
     def step_pairs(self, samples: Sequence[Sample]) -> StepResult:
-        objective, pairs = self._pairs, len(samples) // 2
-        if objective is None:
-            raise ValueError("this trainer was built without an objective on pairs: it cannot do step_pairs")
-        rows = self._rows(samples, together=2)
-        kto = isinstance(objective.config, PreferenceConfig) and objective.config.objective == "kto"
-        scored = objective.begin(rows, self._rows(mismatched(samples)) if kto else [], self.world)
+        pairs = len(samples) // 2
+        objective, rows, scored = self._begin_pairs(samples)
         meters = Meters(self.device)
         update = self._update(rows, pairs, partial(objective, total=pairs), meters)
         tokens = count(samples, self._max_new_tokens).tokens
@@ -178,6 +174,21 @@ class FSDPBackend:
         result = result_of([update], self._reduced(meters, pairs) | more)
         self.version += 1
         return result
+
+    def evaluate_pairs(self, samples: Sequence[Sample]) -> dict[str, float]:
+        pairs = len(samples) // 2
+        objective, rows, _ = self._begin_pairs(samples)
+        meters = Meters(self.device)
+        with torch.no_grad():
+            for row in rows:
+                out = objective(row, pairs)
+                self._policy.settle(row)
+                meters.add("preference/loss", out.loss * pairs)
+                for name, value in out.sums.items():
+                    meters.add(name, value)
+        reshard(self.model)
+        found = meters.reduced(pairs, self.world)
+        return {f"eval/preference_{name}": found[f"preference/{name}"] for name in ("accuracy", "margin", "loss")}
 
     def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
         if reference and self._reference is None:
@@ -252,6 +263,15 @@ class FSDPBackend:
             device=self.device,
             dtype=compute_dtype_of(config, master_dtype),
         )
+
+    def _begin_pairs(self, samples: Sequence[Sample]) -> tuple[PairLoss, list[Row], dict[str, float]]:
+        """The objective, ready for these rows of `samples`, and what it says of the batch beforehand. Collective."""
+        objective = self._pairs
+        if objective is None:
+            raise ValueError("this trainer was built without an objective on pairs: it cannot do step_pairs")
+        rows = self._rows(samples, together=2)
+        kto = isinstance(objective.config, PreferenceConfig) and objective.config.objective == "kto"
+        return objective, rows, objective.begin(rows, self._rows(mismatched(samples)) if kto else [], self.world)
 
     def _rows(self, samples: Sequence[Sample], together: int = 1, values: Sequence[Tensor] | None = None) -> list[Row]:
         """This rank's rows of a batch that is taken at once; `values`, [R] of each sample, as advantages."""

@@ -113,7 +113,8 @@ class Scorer:
             together: so many neighbouring sequences are never parted.
             by_token: the loss looks at each token alone, so a sequence may be parted.
         """
-        if row.split is not None:  # its log-probs come from several passes, so none of these has the logits of a whole answer
+        # Nothing to differentiate; or log-probs from several passes, none of which has the logits of a whole answer.
+        if not torch.is_grad_enabled() or row.split is not None:
             return loss(row, *self.forward(row, temperature, entropy, entropy_gradient))
         sums: dict[str, Tensor] = {}
         cuts = _parts(row.response_length_S, self._chunk, together, by_token)
