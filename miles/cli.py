@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import NoReturn
 
 from miles.config import ConfigError, Resolved, Section, describe, load, nearest
+from miles.run.signals import unwind_when_terminated
 
-OK, CRASHED, WRONG_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+OK, CRASHED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 _OUR_PACKAGES = {"miles", "rollout", "trainer", "weight_sync", "algorithms", "__main__"}
 
 HELP = """\
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"miles {__version__}")
         return OK
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    signal.signal(signal.SIGTERM, _terminate)
+    unwind_when_terminated()
     try:
         return _dispatch(arguments[0], arguments[1:])
     except KeyboardInterrupt:
@@ -240,11 +239,6 @@ def _is_users(error: ValueError) -> bool:
         return True
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and frames[-1][0].f_globals.get("__name__", "").partition(".")[0] in _OUR_PACKAGES
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    """`kill PID` unwinds the run like an exception, so that its context managers end what they started."""
-    raise SystemExit(TERMINATED)
 
 
 if __name__ == "__main__":

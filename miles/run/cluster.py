@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles.config import ConfigError
 from miles.core.environment import worker_environment
+from miles.run import signals
 from miles.run.machine import ray_address
 from miles.run.recipe import ClusterConfig
 from rollout.config import RolloutConfig
@@ -80,6 +81,7 @@ def cluster(config: ClusterConfig, demands: list[Demand], *, one_node: bool) -> 
     started = not ray.is_initialized()
     if started:
         connect(config)
+        signals.insist()
     try:
         _check_fits(demands, one_node)
         group = placement_group([d.bundle for d in demands], strategy="STRICT_PACK" if one_node else "PACK")

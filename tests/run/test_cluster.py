@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -42,3 +47,27 @@ def test_what_another_job_holds_is_waited_for_a_while_and_then_named(monkeypatch
     with cluster(ClusterConfig(), [Demand("engine", 2, 0)], one_node=False) as places:
         assert len(places.of("engine")) == 1
     assert ray.is_initialized()
+
+
+TERMINATED = """
+import time
+from miles.run.signals import unwind_when_terminated
+unwind_when_terminated()
+from miles.run.cluster import ClusterConfig, Demand, cluster
+try:
+    with cluster(ClusterConfig(cpus=1), [Demand("engine", 1, 0)], one_node=True):
+        print("up", flush=True)
+        time.sleep(60)
+finally:
+    print("ended", flush=True)
+"""
+
+
+@pytest.mark.full
+def test_a_run_that_is_terminated_unwinds_though_ray_has_handlers_of_its_own() -> None:
+    process = subprocess.Popen([sys.executable, "-c", TERMINATED], stdout=subprocess.PIPE, text=True, env=os.environ | {"RAY_ADDRESS": ""})
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[0] == "ended\n"
+    assert process.returncode == 143
