@@ -17,12 +17,13 @@ AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_constant")
 # Objectives whose value is not what is differentiated (detached weights): their gradients are tested by formula, each in its own file.
 SURROGATES = {"cispo", "gspo_token"}
 FULL = {"kl_coef": 0.1, "entropy_coef": 0.02, "clip_dual": 3.0}
-VARIANTS = [{"loss": name, **FULL} for name in LOSSES] + [
+CORRECTED = [
     {"loss": "ppo_clip", "old_logprobs": "recompute", "correction": correction, "correction_level": level, "sequence_mask": 0.05}
     for correction in ("importance", "truncate", "clip", "mask")
     for level in ("token", "sequence", "geometric")
 ]
-VARIANTS += [{"loss": name, "entropy_guard": guard, "guard_share": GUARD_SHARE} for name in ("ppo_clip", "gspo") for guard in ("clip_cov", "kl_cov")]
+GUARDED = [{"loss": name, "entropy_guard": guard, "guard_share": GUARD_SHARE} for name in ("ppo_clip", "gspo") for guard in ("clip_cov", "kl_cov")]
+VARIANTS = [{"loss": name, **FULL} for name in LOSSES] + CORRECTED + GUARDED
 lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 seeds = st.integers(0, 2**31)
 few = settings(max_examples=8, deadline=None)
@@ -125,23 +126,25 @@ def test_a_batch_with_every_token_masked_is_empty_not_nan(variant, aggregation) 
     assert set(sums.values()) == {0.0}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("variant", [{"loss": name} for name in LOSSES] + CORRECTED, ids=label)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_on_policy_gradient_is_the_plain_policy_gradient(name, aggregation) -> None:
+def test_on_policy_gradient_is_the_plain_policy_gradient(variant, aggregation) -> None:
     batch = [Row(r.logprobs, r.logprobs, r.logprobs, r.advantages, r.entropy, r.reference, r.mask) for r in rows(3, [4, 1, 6])]
     counts = count(batch)
-    _, gradients, _ = run(build({"loss": name}, aggregation), batch, counts)
+    _, gradients, _ = run(build(variant, aggregation), batch, counts)
     for row, gradient in zip(batch, gradients, strict=True):
         length = max(int(row.mask.sum()), 1)
         share = {"token_mean": counts.tokens, "sequence_mean": counts.sequences * length, "sequence_sum_constant": counts.sequences * counts.max_tokens}
         np.testing.assert_allclose(gradient, -row.advantages[row.mask] / share[aggregation], rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if n not in SURROGATES])
+@pytest.mark.parametrize(
+    "variant", [{"loss": n, "clip_dual": 1.8, "entropy_coef": 0.1} for n in LOSSES if n not in SURROGATES] + CORRECTED + GUARDED, ids=label
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_gradient_equals_finite_differences(name, seed) -> None:
+def test_gradient_equals_finite_differences(variant, seed) -> None:
     batch = rows(seed, [5, 1, 4], spread=0.5)
-    counts, fn = count(batch), build({"loss": name, "clip_dual": 1.8})
+    counts, fn = count(batch), build(variant)
     _, gradients, _ = run(fn, batch, counts)
     tokens = tokens_of(batch)
 

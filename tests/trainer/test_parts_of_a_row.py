@@ -8,9 +8,22 @@ from typing import Any
 
 import pytest
 
+from algorithms import registry
 from tests.trainer_cases import gradients, make_backend, mixed_groups, relative_difference, restore_norm, small_model
 from tests.trainer_pool import Pool
 from trainer.fsdp.scoring import _parts
+
+EVERY: list[dict[str, Any]] = [
+    *({"loss": name, "entropy_coef": 0.1} for name in registry.loss_names()),
+    {"loss": "gspo", "aggregation": "sequence_mean", "kl_coef": 0.1},
+    {"loss": "ppo_clip", "old_logprobs": "recompute", "correction": "truncate", "correction_level": "token"},
+    {"loss": "ppo_clip", "old_logprobs": "recompute", "correction": "clip", "correction_level": "geometric", "sequence_mask": 0.5},
+    {"loss": "ppo_clip", "old_logprobs": "recompute", "correction": "mask", "correction_level": "sequence"},
+    *({"loss": "ppo_clip", "entropy_guard": guard, "guard_share": 0.3} for guard in ("clip_cov", "kl_cov")),
+]
+
+# One of tokens, one of sequences, one with everything that a sequence decides.
+IN_THE_GATE = [a for a in EVERY if (a["loss"] == "gspo" and "kl_coef" not in a) or a.get("sequence_mask") or a == {"loss": "ppo_clip", "entropy_coef": 0.1}]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +44,8 @@ def two() -> Iterator[Pool]:
     pool.close()
 
 
-def step(rank: int, world: int, path: Path, chunk: int, algorithm: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
-    backend = make_backend(path, rank=rank, world=world, algorithm=algorithm, trainer={"logprob_chunk": chunk})
+def step(rank: int, world: int, path: Path, chunk: int, row: int, algorithm: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    backend = make_backend(path, rank=rank, world=world, algorithm=algorithm, trainer={"logprob_chunk": chunk, "max_tokens_per_microbatch": row})
     metrics = backend.step_rl(mixed_groups()).metrics
     return gradients(backend), metrics
 
@@ -52,16 +65,12 @@ def test_tokens_are_cut_evenly_wherever_that_is() -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        {"loss": "ppo_clip", "entropy_coef": 0.1, "kl_coef": 0.1},
-        {"loss": "gspo", "entropy_coef": 0.1, "aggregation": "sequence_mean"},
-        {"loss": "ppo_clip", "old_logprobs": "recompute", "correction": "clip", "correction_level": "geometric", "sequence_mask": 0.5},
-    ],
-    ids=["token", "sequence", "correction"],
+    [pytest.param(a, marks=() if a in IN_THE_GATE else pytest.mark.full, id="-".join(str(value) for value in a.values())) for a in EVERY],
 )
-def test_no_chunk_changes_a_gradient_or_a_metric_on_one_rank_or_two(model: Path, two: Pool, algorithm: dict[str, Any]) -> None:
-    expected, expected_metrics = step(0, 1, model, 1024, algorithm)
-    runs = [step(0, 1, model, chunk, algorithm) for chunk in (1, 5)] + [two.run(step, model, 4, algorithm)[0]]
+def test_no_chunk_split_or_rank_changes_a_gradient_or_a_metric(model: Path, two: Pool, algorithm: dict[str, Any]) -> None:
+    """Every registered objective: all in one forward, against chunks of one and of five tokens, rows of one sequence or two, and two ranks."""
+    expected, expected_metrics = step(0, 1, model, 1024, 8192, algorithm)
+    runs = [step(0, 1, model, 1, 30, algorithm), step(0, 1, model, 5, 8192, algorithm), two.run(step, model, 4, 30, algorithm)[0]]
     for found, metrics in runs:
         assert relative_difference(found, expected) < 1e-12
         assert metrics == pytest.approx(expected_metrics, rel=1e-9)

@@ -51,10 +51,11 @@ def two() -> Iterator[Pool]:
 
 
 def pairs_of(prompts_and_lengths: Sequence[tuple[int, int, int]]) -> list[Sample]:
-    """Chosen and rejected samples in turn; prompts of a pair are the same tokens."""
+    """Chosen and rejected samples in turn; prompts of a pair are the same tokens. The first pair's answers have tokens that are not trained."""
     samples = []
     for number, (prompt, chosen, rejected) in enumerate(prompts_and_lengths):
-        good, bad = make_sample(number, 0, prompt, chosen), make_sample(number, 1, prompt, rejected)
+        masked = () if number else (1, 2)
+        good, bad = (make_sample(number, side, prompt, length, masked=masked) for side, length in enumerate((chosen, rejected)))
         samples += [good, Sample(**(vars(bad) | {"tokens": np.concatenate([good.tokens[:prompt], bad.response_tokens])}))]
     return samples
 
@@ -98,12 +99,12 @@ def oracle(path: Path, samples: list[Sample], name: str) -> tuple[dict[str, Any]
                     | {n: getattr(answer, n)[: len(tokens) - prompt.prompt_length] for n in ("loss_mask", "logprobs", "weight_versions")}
                 )
             )
-            moved.append((plain_logprobs(policy, stranger) - plain_logprobs(reference, stranger)).sum())
+            moved.append((trained_logprobs(policy, stranger) - trained_logprobs(reference, stranger)).sum())
         kl = torch.stack(moved).mean().clamp(min=0)
     losses = []
     for chosen, rejected in zip(samples[::2], samples[1::2], strict=True):
-        w, l = plain_logprobs(policy, chosen), plain_logprobs(policy, rejected)
-        rw, rl = plain_logprobs(reference, chosen).sum(), plain_logprobs(reference, rejected).sum()
+        w, l = trained_logprobs(policy, chosen), trained_logprobs(policy, rejected)
+        rw, rl = trained_logprobs(reference, chosen).sum(), trained_logprobs(reference, rejected).sum()
         margin = (w.sum() - rw) - (l.sum() - rl)
         if name == "dpo":
             losses.append(-0.9 * torch.log(torch.sigmoid(beta * margin)) - 0.1 * torch.log(torch.sigmoid(-beta * margin)))
@@ -121,6 +122,10 @@ def oracle(path: Path, samples: list[Sample], name: str) -> tuple[dict[str, Any]
     loss = torch.stack(losses).mean()
     loss.backward()
     return {n: p.grad.numpy() for n, p in policy.named_parameters()}, loss.item()
+
+
+def trained_logprobs(model: Any, sample: Sample) -> torch.Tensor:
+    return plain_logprobs(model, sample)[torch.from_numpy(sample.loss_mask)]
 
 
 def reward_oracle(path: Path, samples: list[Sample], config: RewardModelConfig) -> tuple[dict[str, Any], float]:

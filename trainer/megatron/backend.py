@@ -158,6 +158,9 @@ class MegatronBackend:
     def step_pairs(self, samples: Sequence[Sample]) -> StepResult:
         raise ValueError("trainer.backend = 'megatron' has no objective on pairs: use trainer.backend = 'fsdp'")
 
+    def evaluate_pairs(self, samples: Sequence[Sample]) -> dict[str, float]:
+        raise ValueError("trainer.backend = 'megatron' has no objective on pairs: use trainer.backend = 'fsdp'")
+
     def divergence(self, samples: Sequence[Sample]) -> float:
         raise ValueError("trainer.backend = 'megatron' has no teacher: use trainer.backend = 'fsdp'")
 
