@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,25 @@ def mixed_groups() -> list[Group]:
         [(8, 3, 0.25, (1,)), (8, 12, 0.75, ()), (8, 2, 0.0, ())],
     ]
     return [make_group(g, [make_sample(g, i, p, r, reward=reward, masked=m) for i, (p, r, reward, m) in enumerate(rows)]) for g, rows in enumerate(shapes)]
+
+
+def sharing_groups() -> list[Group]:
+    """`mixed_groups`, each with one prompt; two answers of the third are equal, and one goes on where another ends."""
+    groups = []
+    for group in mixed_groups():
+        first = group.samples[0]
+        opening = first.tokens[: first.prompt_length]
+        groups.append(make_group(group.claim_id, [replace(s, tokens=np.concatenate([opening, s.response_tokens])) for s in group.samples]))
+    a, b, c = groups[2].samples
+    b, c = (replace(s, tokens=np.concatenate([a.tokens, s.response_tokens])[: len(s.tokens)]) for s in (b, c))
+    return [groups[0], groups[1], make_group(2, [a, b, c]), groups[3]]
+
+
+def share_prompts(backend: FSDPBackend) -> FSDPBackend:
+    """Share whatever can be, also where the planner would say that it is not worth it."""
+    assert backend._sharing is not None
+    backend._sharing.thresholds = (1,)
+    return backend
 
 
 def make_backend(

@@ -118,6 +118,8 @@ class DistillRecipe(RLRecipe):
 
     @model_validator(mode="after")
     def _beside_a_teacher(self) -> DistillRecipe:
+        if self.trainer.prompt_sharing:
+            raise ValueError("trainer.prompt_sharing does not go with a teacher, which sees whole sequences: leave it out")
         if self.algorithm.entropy_guard != "none":
             raise ValueError(
                 f"algorithm.entropy_guard = {self.algorithm.entropy_guard!r} ranks tokens by the rewards' advantages, which a teacher changes: leave it out"
@@ -181,6 +183,12 @@ class RewardModelRecipe(SupervisedRecipe):
     data: PairDataConfig = PairDataConfig()
     evaluate: PairEvaluateConfig = PairEvaluateConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
+
+    @model_validator(mode="after")
+    def _whole_sequences(self) -> RewardModelRecipe:
+        if self.trainer.prompt_sharing:
+            raise ValueError("trainer.prompt_sharing shares log-probs' work, and a reward model computes none: leave it out")
+        return self
 
 
 class EvaluateRecipe(Section):

@@ -114,7 +114,7 @@ class Scorer:
             by_token: the loss looks at each token alone, so a sequence may be parted.
         """
         # Nothing to differentiate; or log-probs from several passes, none of which has the logits of a whole answer.
-        if not torch.is_grad_enabled() or row.split is not None:
+        if not torch.is_grad_enabled() or (row.split is not None and not self._walk_to(row.split).alone(row.split.number)):
             return loss(row, *self.forward(row, temperature, entropy, entropy_gradient))
         sums: dict[str, Tensor] = {}
         cuts = _parts(row.response_length_S, self._chunk, together, by_token)
@@ -125,12 +125,17 @@ class Scorer:
                 sums[name] = sums[name] + value if name in sums else value
             return out.loss
 
+        parts = [slice(*tokens) for tokens in cuts]
+        if row.split is not None:
+            walk = self._walk_to(row.split)
+            total = walk.loss(row.split.number, of_part, parts, temperature=temperature, entropy=entropy, entropy_gradient=entropy_gradient)
+            return LossOutput(loss=total, sums=sums)
         where = row.tokens_T, row.positions_T, row.sequence_T, row.scored_N
         total = packed_loss(
             self._model,
             *where,
             of_part,
-            [slice(*tokens) for tokens in cuts],
+            parts,
             temperature=temperature,
             chunk=self._chunk,
             entropy=entropy,
@@ -152,7 +157,7 @@ class Scorer:
             self._walk.settle()
 
     def _walk_to(self, one: SplitPass) -> Executor:
-        if one.first:
+        if one.first and (self._walk is None or self._walk.split is not one.split or self._walk.begun):
             self._walk = Executor(self._model, one.split, self._chunk)
         assert self._walk is not None, "rows of a plan are computed in its order"
         return self._walk

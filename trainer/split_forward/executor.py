@@ -22,7 +22,7 @@ from miles.core.model.fused_loss import PartLoss, fused_loss
 from miles.core.model.packed import through_head_of
 from miles.core.model.scoring import score
 from miles.core.planning.plan import Plan
-from trainer.fsdp.model import decoder_layers, last_microbatch
+from trainer.fsdp.model import last_microbatch
 from trainer.split_forward.layout import PassLayout, Places
 from trainer.split_forward.rows import SplitRows
 
@@ -99,7 +99,7 @@ class Executor:
     def __init__(self, model: PreTrainedModel, split: Split, chunk: int):
         if model.training:
             raise ValueError("trainer.prompt_sharing needs the model in eval mode: dropout would differ from an answer's own")
-        self._model, self._split, self._chunk = model, split, chunk
+        self._model, self.split, self._chunk = model, split, chunk
         self._steps = deque(split.plan.steps)
         self._states: dict[int, PromptState] = {}
         self._linear = getattr(model, "batch_invariant_linear", plain_linear)
@@ -107,7 +107,7 @@ class Executor:
     def loss(self, number: int, loss: PartLoss, parts: Sequence[slice], *, temperature: float, entropy: bool, entropy_gradient: bool) -> Tensor:
         """As `replay`, but the sum of a loss over `parts` of the samples' scored tokens, by `fused_loss`. Only where `alone(number)`. Collective."""
         self._advance(number, temperature, entropy, entropy_gradient)
-        layout = self._split.layout(number)
+        layout = self.split.layout(number)
         assert layout.value_N is not None
         order_N = layout.value_N
 
@@ -130,12 +130,12 @@ class Executor:
 
     def alone(self, number: int) -> bool:
         """Whether all log-probs of the samples of pass `number` are its own: none of their scored tokens is shared."""
-        return self._split.layout(number).values_from == [number]
+        return self.split.layout(number).values_from == [number]
 
     def replay(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """`(logprobs_N, entropy_N or None)` of the samples of pass `number`, its prefills being computed first. Collective."""
         self._advance(number, temperature, entropy, entropy_gradient)
-        layout = self._split.layout(number)
+        layout = self.split.layout(number)
         values, _ = self._score(number, temperature, entropy, entropy_gradient)
         count = len(layout.targets_N)
         logprobs_N, entropy_N = values[:count], values[count:] if entropy else None
@@ -157,22 +157,27 @@ class Executor:
                 last_microbatch(self._model, not self._steps)
                 state.backward()
 
+    @property
+    def begun(self) -> bool:
+        return len(self._steps) < len(self.split.plan.steps)
+
     def prefill(self, temperature: float, entropy: bool = False, entropy_gradient: bool = False) -> None:
         """The prefills before the next replay, which computes them itself where this was not called. Collective."""
         while self._steps[0].kind == "prefill":
             self._prefill(self._steps.popleft().number, temperature, entropy, entropy_gradient)
 
     def _advance(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> None:
-        """To replay `number`, which must be next."""
+        """To replay `number`, which must be next; the one before it is done with."""
+        self.settle()
         self.prefill(temperature, entropy, entropy_gradient)
         step = self._steps.popleft()
         assert (step.kind, step.number) == ("replay", number), f"pass {number} is not what comes next: {step}"
         last_microbatch(self._model, not self._steps)
 
     def _prefill(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> None:
-        layout = self._split.layout(number)
+        layout = self.split.layout(number)
         values, rows = self._score(number, temperature, entropy, entropy_gradient)
-        layers, found = len(decoder_layers(self._model)), len(rows.own_keys)
+        layers, found = self._model.config.get_text_config().num_hidden_layers, len(rows.own_keys)
         if found != layers:
             raise ValueError(
                 f"trainer.prompt_sharing hands on keys and values, but only {found} of the {layers} layers of {type(self._model).__name__} have them: "
@@ -194,7 +199,7 @@ class Executor:
 
     def _score(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, SplitRows]:
         """The head's values, one behind the other: log-probs [N], entropies [N] if wanted, and last hidden states [S, D] in a prefill."""
-        layout = self._split.layout(number)
+        layout = self.split.layout(number)
 
         def forward(hidden_ND: Tensor, last_SD: Tensor, weight_VD: Tensor) -> Tensor:
             logprobs_N, entropy_N = score(hidden_ND, weight_VD, layout.targets_N, temperature, self._chunk, entropy, self._linear, entropy_gradient)
@@ -204,13 +209,13 @@ class Executor:
 
     def _forward(self, number: int, forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, SplitRows]:
         """`forward(hidden states of the scored tokens [N, D], those that end the segments of a prefill [S, D], head's weight)` of a pass."""
-        layout = self._split.layout(number)
+        layout = self.split.layout(number)
         sources = [self._states[p] for p in layout.sources]
         rows = SplitRows(
             layout.attention,
             [s.keys for s in sources],
             [s.values for s in sources],
-            longest=self._split.longest(number),
+            longest=self.split.longest(number),
             record=not layout.replay,
             exact=is_batch_invariant(self._model),
         )
