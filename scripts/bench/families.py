@@ -94,6 +94,7 @@ FAMILIES = [
     grpo("reinforce_pp", "advantages=reinforce_pp"),
     grpo("reinforce_pp_baseline", "advantages=reinforce_pp_baseline"),
     grpo("gdpo", "advantages=gdpo"),
+    Family("ppo", RL, "ppo"),
     # policy losses
     grpo("dual clip", "clip_dual=3.0"),
     grpo("gspo", "loss=gspo", "clip_low=3e-4", "clip_high=4e-4"),
