@@ -258,7 +258,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="*", choices=[f.name for f in FAMILIES], metavar="FAMILY", help="default: all; distillation needs grpo's run")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=80, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=50, help="training steps of each run")
     parser.add_argument("--folder", type=Path, default=Path("runs/families"))
     return parser.parse_args()
 
