@@ -27,6 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 
 if TYPE_CHECKING:
     from rollout.engines.sglang_engine import SGLangEngine
+    from tests.trainer_pool import Pool
 
 # What `scripts/test` runs in one of its two processes because it shares something costly, the longest first; any other file is a group of
 # its own. All that names SGLang shares servers.
@@ -40,8 +41,10 @@ RAY = {
 }
 FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/conformance/test_trainers.py",
+    "tests/conformance/test_trainers_megatron.py",
     "tests/conformance/test_weight_sync.py",
     "tests/conformance/test_weight_sync_faults.py",
+    "tests/trainer/test_parts_of_a_row.py",
     "tests/trainer/test_penalty_and_guard.py",
     "tests/trainer/test_trainer_distill.py",
     "tests/trainer/test_trainer_pairs.py",
@@ -59,11 +62,12 @@ def group_of(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    costly = {"ray_cluster": "ray", "sglang_engine": "sglang", "two_ranks": "forks", "four_ranks": "forks"}
     for item in items:
-        if "ray_cluster" in getattr(item, "fixturenames", ()) and group_of(item.nodeid) != "ray":
-            raise pytest.UsageError(f"{item.nodeid} would start a second Ray cluster: add its file to RAY in tests/conftest.py")
-        if item.get_closest_marker("sglang") and group_of(item.nodeid) != "sglang":
-            raise pytest.UsageError(f"{item.nodeid} would start a second SGLang server: put 'sglang' into its name")
+        used = {group for fixture, group in costly.items() if fixture in getattr(item, "fixturenames", ())}
+        used |= {"sglang"} if item.get_closest_marker("sglang") else set()
+        if used - {group_of(item.nodeid)}:
+            raise pytest.UsageError(f"{item.nodeid} would start what the group {min(used)!r} has already: tests/conftest.py says who belongs to it")
     items.sort(key=lambda item: ORDER.index(group) if (group := group_of(item.nodeid)) in ORDER else len(ORDER))
 
 
@@ -117,6 +121,25 @@ def sglang_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         yield engine
     finally:
         asyncio.run(engine.close())
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Pool]:
+    """Two processes joined by gloo that run functions of test modules in step; transformers' norm may be in float64 there."""
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Pool]:
+    yield from _ranks(4)
+
+
+def _ranks(world: int) -> Iterator[Pool]:
+    from tests.trainer_pool import Pool
+
+    pool = Pool(world)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

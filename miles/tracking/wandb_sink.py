@@ -32,6 +32,8 @@ class WandbSink:
     """
 
     def __init__(self, config: TrackingConfig, folder: Path, run_config: dict[str, Any], resume_from: int | None) -> None:
+        # W&B's reports about itself wait ten seconds at exit for a server that does not answer.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             import wandb
         except ImportError as error:

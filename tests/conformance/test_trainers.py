@@ -51,20 +51,6 @@ def one() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def expected_gradients(model: Path) -> dict[str, Any]:
     return plain_gradients(model, mixed_groups())
 
@@ -87,13 +73,13 @@ def test_gradients_do_not_depend_on_the_packing_order(model: Path, expected_grad
 
 
 @pytest.mark.parametrize("max_tokens", [24, 8192])
-def test_gradients_on_two_ranks_are_those_of_one(model: Path, two: Pool, expected_gradients: dict[str, Any], max_tokens: int) -> None:
-    found = two.run(rl_gradients, model, mixed_groups(), {"trainer": {"max_tokens_per_microbatch": max_tokens}})[0]
+def test_gradients_on_two_ranks_are_those_of_one(model: Path, two_ranks: Pool, expected_gradients: dict[str, Any], max_tokens: int) -> None:
+    found = two_ranks.run(rl_gradients, model, mixed_groups(), {"trainer": {"max_tokens_per_microbatch": max_tokens}})[0]
     assert relative_difference(found, expected_gradients) < EXACT
 
 
-def test_gradients_on_four_ranks_are_those_of_one(model: Path, four: Pool, expected_gradients: dict[str, Any]) -> None:
-    found = four.run(rl_gradients, model, mixed_groups(), {"trainer": {"max_tokens_per_microbatch": 24}})[0]
+def test_gradients_on_four_ranks_are_those_of_one(model: Path, four_ranks: Pool, expected_gradients: dict[str, Any]) -> None:
+    found = four_ranks.run(rl_gradients, model, mixed_groups(), {"trainer": {"max_tokens_per_microbatch": 24}})[0]
     assert relative_difference(found, expected_gradients) < EXACT
 
 
@@ -125,35 +111,35 @@ def test_ppos_gradients_do_not_depend_on_the_packing_order(model: Path, critic: 
     is_ppo(ppo_step(0, 1, model, critic, ppo_groups()[::-1], {}, PPO), expected_ppo)
 
 
-def test_ppos_gradients_on_two_ranks_are_those_of_one(model: Path, two: Pool, critic: Path, expected_ppo: Any) -> None:
-    results = two.run(ppo_step, model, critic, ppo_groups(), {"max_tokens_per_microbatch": 24}, PPO)
+def test_ppos_gradients_on_two_ranks_are_those_of_one(model: Path, two_ranks: Pool, critic: Path, expected_ppo: Any) -> None:
+    results = two_ranks.run(ppo_step, model, critic, ppo_groups(), {"max_tokens_per_microbatch": 24}, PPO)
     is_ppo(results[0], expected_ppo)
     assert results[0][2] == results[1][2]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("max_tokens", [1, 24, 8192])
-def test_ppos_gradients_on_four_ranks_are_those_of_one(model: Path, four: Pool, critic: Path, expected_ppo: Any, max_tokens: int) -> None:
+def test_ppos_gradients_on_four_ranks_are_those_of_one(model: Path, four_ranks: Pool, critic: Path, expected_ppo: Any, max_tokens: int) -> None:
     trainer = {"max_tokens_per_microbatch": max_tokens, "activation_checkpointing": True}
-    is_ppo(four.run(ppo_step, model, critic, ppo_groups(), trainer, PPO)[0], expected_ppo)
+    is_ppo(four_ranks.run(ppo_step, model, critic, ppo_groups(), trainer, PPO)[0], expected_ppo)
 
 
-def test_ranks_without_samples_take_part(model: Path, two: Pool) -> None:
+def test_ranks_without_samples_take_part(model: Path, two_ranks: Pool) -> None:
     """Rows of one sample each, and one long one: a rank has one row, the other two."""
     groups = [make_group(0, [make_sample(0, i, 3, length, reward=float(i)) for i, length in enumerate((40, 5, 6))])]
-    found = two.run(rl_gradients, model, groups, {"trainer": {"max_tokens_per_microbatch": 1}})[0]
+    found = two_ranks.run(rl_gradients, model, groups, {"trainer": {"max_tokens_per_microbatch": 1}})[0]
     assert relative_difference(found, plain_gradients(model, groups)) < EXACT
 
 
-def test_fewer_samples_than_ranks(model: Path, four: Pool) -> None:
+def test_fewer_samples_than_ranks(model: Path, four_ranks: Pool) -> None:
     groups = [make_group(0, [make_sample(0, i, 3, 6, reward=float(i)) for i in range(2)])]
-    assert relative_difference(four.run(rl_gradients, model, groups, {})[0], plain_gradients(model, groups)) < EXACT
+    assert relative_difference(four_ranks.run(rl_gradients, model, groups, {})[0], plain_gradients(model, groups)) < EXACT
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_checkpointed_activations_give_equal_gradients(model: Path, two: Pool, expected_gradients: dict[str, Any], world: int) -> None:
+def test_checkpointed_activations_give_equal_gradients(model: Path, two_ranks: Pool, expected_gradients: dict[str, Any], world: int) -> None:
     options = {"trainer": {"activation_checkpointing": True, "max_tokens_per_microbatch": 24}}
-    found = rl_gradients(0, 1, model, mixed_groups(), options) if world == 1 else two.run(rl_gradients, model, mixed_groups(), options)[0]
+    found = rl_gradients(0, 1, model, mixed_groups(), options) if world == 1 else two_ranks.run(rl_gradients, model, mixed_groups(), options)[0]
     assert relative_difference(found, expected_gradients) < EXACT
 
 
@@ -162,24 +148,24 @@ def all_metrics(rank: int, world: int, path: Path, groups: list[Group], options:
     return [backend.step_rl(groups).metrics for _ in range(steps)]
 
 
-def test_metrics_are_equal_on_every_rank(model: Path, two: Pool) -> None:
-    first, second = two.run(all_metrics, model, mixed_groups(), {"algorithm": {"kl_coef": 0.1}, "dtype": torch.float32}, 2)
+def test_metrics_are_equal_on_every_rank(model: Path, two_ranks: Pool) -> None:
+    first, second = two_ranks.run(all_metrics, model, mixed_groups(), {"algorithm": {"kl_coef": 0.1}, "dtype": torch.float32}, 2)
     assert first == second
 
 
-def test_metrics_on_two_ranks_are_those_of_one(model: Path, two: Pool) -> None:
+def test_metrics_on_two_ranks_are_those_of_one(model: Path, two_ranks: Pool) -> None:
     options = {"algorithm": {"kl_coef": 0.1}}
-    one, both = all_metrics(0, 1, model, mixed_groups(), options, 2), two.run(all_metrics, model, mixed_groups(), options, 2)[0]
+    one, both = all_metrics(0, 1, model, mixed_groups(), options, 2), two_ranks.run(all_metrics, model, mixed_groups(), options, 2)[0]
     for alone, together in zip(one, both, strict=True):
         assert together == pytest.approx(alone, rel=1e-9, abs=1e-12)
 
 
-def test_logprobs_are_those_of_a_plain_forward(model: Path, two: Pool) -> None:
+def test_logprobs_are_those_of_a_plain_forward(model: Path, two_ranks: Pool) -> None:
     samples = [s for g in mixed_groups() for s in g.samples]
     plain = plain_model(model, torch.float32)
     with torch.no_grad():
         expected = [plain_logprobs(plain, s).tolist() for s in samples]
-    found = two.run(logprobs_of, model, samples)[1]
+    found = two_ranks.run(logprobs_of, model, samples)[1]
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=5e-6)
 
@@ -188,9 +174,9 @@ def logprobs_of(rank: int, world: int, path: Path, samples: list[Sample]) -> lis
     return make_backend(path, rank=rank, world=world, dtype=torch.float32, trainer={"max_tokens_per_microbatch": 24}).logprobs(samples)
 
 
-def test_scores_after_a_step_see_the_new_weights(model: Path, two: Pool) -> None:
+def test_scores_after_a_step_see_the_new_weights(model: Path, two_ranks: Pool) -> None:
     """FSDP2 keeps the root's gathered parameters after a forward without backward: they must not outlive a change of the shards."""
-    before, after, restored = two.run(scores_around_a_step, model, mixed_groups())[0]
+    before, after, restored = two_ranks.run(scores_around_a_step, model, mixed_groups())[0]
     assert before != after
     assert before == restored
 
@@ -236,8 +222,8 @@ def test_a_batch_that_is_masked_throughout_moves_nothing(model: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_gradient_that_is_not_finite_moves_nothing(model: Path, two: Pool, world: int) -> None:
-    moved, result = spoilt_step(0, 1, model, mixed_groups()) if world == 1 else two.run(spoilt_step, model, mixed_groups())[0]
+def test_a_gradient_that_is_not_finite_moves_nothing(model: Path, two_ranks: Pool, world: int) -> None:
+    moved, result = spoilt_step(0, 1, model, mixed_groups()) if world == 1 else two_ranks.run(spoilt_step, model, mixed_groups())[0]
     assert moved == []
     assert result.empty
     assert result.metrics["optimizer/empty_steps"] == 1
@@ -309,9 +295,9 @@ def test_training_on_kl_alone_brings_the_policy_back(model: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_bfloat16_computes_in_bfloat16_on_float32_masters(model: Path, two: Pool, world: int) -> None:
+def test_bfloat16_computes_in_bfloat16_on_float32_masters(model: Path, two_ranks: Pool, world: int) -> None:
     """Log-probs are near those of float32 but not they; masters move by less than bfloat16 could hold."""
-    found = bfloat16_step(0, 1, model, mixed_groups()) if world == 1 else two.run(bfloat16_step, model, mixed_groups())[0]
+    found = bfloat16_step(0, 1, model, mixed_groups()) if world == 1 else two_ranks.run(bfloat16_step, model, mixed_groups())[0]
     exact = make_backend(model, dtype=torch.float32).logprobs(list(mixed_groups()[0].samples))
     difference = np.concatenate([np.abs(np.array(a) - np.array(b)) for a, b in zip(found["logprobs"], exact, strict=True)])
     assert 1e-6 < difference.max() < 0.1
@@ -330,21 +316,21 @@ def bfloat16_step(rank: int, world: int, path: Path, groups: list[Group]) -> dic
     return {"logprobs": logprobs, "master": str(parameter.dtype), "export": {s.dtype for s in backend.weight_specs()}, "moved": moved}
 
 
-def test_weights_reach_rank_0_once_and_whole(model: Path, two: Pool) -> None:
+def test_weights_reach_rank_0_once_and_whole(model: Path, two_ranks: Pool) -> None:
     expected = {n: p.detach().numpy() for n, p in plain_model(model, torch.float32).named_parameters()}
-    first, second = two.run(exported_weights, model)
+    first, second = two_ranks.run(exported_weights, model)
     assert "lm_head.weight" not in first
     assert all(np.array_equal(first[n], expected[n]) for n in expected)
     assert first.keys() == expected.keys() == second.keys()
     assert all(tensor.size == 0 for tensor in second.values())
 
 
-def test_shards_that_are_uneven_or_empty_arrive_whole(four: Pool, tmp_path: Path) -> None:
+def test_shards_that_are_uneven_or_empty_arrive_whole(four_ranks: Pool, tmp_path: Path) -> None:
     """11 tokens over four ranks, and norms of 2 values of which two ranks hold nothing."""
     path = make_tiny_model(tmp_path / "model", alphabet="ab", hidden=4, layers=1, heads=2, kv_heads=1, context=64)
     expected = {n: p.detach().numpy() for n, p in plain_model(path, torch.float32).named_parameters()}
     assert {len(expected["model.embed_tokens.weight"]), len(expected["model.layers.0.self_attn.q_norm.weight"])} == {11, 2}
-    arrived = four.run(exported_weights, path)[0]
+    arrived = four_ranks.run(exported_weights, path)[0]
     assert arrived.keys() == expected.keys()
     assert all(np.array_equal(arrived[n], expected[n]) for n in expected)
 
@@ -353,8 +339,8 @@ def exported_weights(rank: int, world: int, path: Path) -> dict[str, Any]:
     return weights(make_backend(path, rank=rank, world=world, dtype=torch.float32))
 
 
-def test_an_export_is_an_ordinary_directory_with_equal_logits(model: Path, two: Pool, tmp_path: Path) -> None:
-    scores = two.run(step_and_export, model, mixed_groups(), tmp_path / "export")[0]
+def test_an_export_is_an_ordinary_directory_with_equal_logits(model: Path, two_ranks: Pool, tmp_path: Path) -> None:
+    scores = two_ranks.run(step_and_export, model, mixed_groups(), tmp_path / "export")[0]
     plain = plain_model(tmp_path / "export", torch.float32)
     assert plain.config.architectures == ["Qwen3ForCausalLM"]
     with torch.no_grad():
@@ -403,10 +389,10 @@ def _saved_bytes(path: Path) -> int:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_gradients_are_clipped_to_the_global_norm(model: Path, two: Pool, expected_gradients: dict[str, Any], world: int) -> None:
+def test_gradients_are_clipped_to_the_global_norm(model: Path, two_ranks: Pool, expected_gradients: dict[str, Any], world: int) -> None:
     norm = float(np.sqrt(sum((g**2).sum() for g in expected_gradients.values())))
     arguments = (model, mixed_groups(), norm / 4)
-    found, reported = clipped_gradients(0, 1, *arguments) if world == 1 else two.run(clipped_gradients, *arguments)[0]
+    found, reported = clipped_gradients(0, 1, *arguments) if world == 1 else two_ranks.run(clipped_gradients, *arguments)[0]
     assert reported == pytest.approx(norm, rel=1e-12)
     assert relative_difference(found, {n: g / 4 for n, g in expected_gradients.items()}) < EXACT
 
@@ -434,13 +420,13 @@ def test_the_learning_rate_follows_its_schedule_through_empty_steps(model: Path)
     assert rates == pytest.approx([0.75, 0.5, 0.25])
 
 
-def test_true_on_policy_scores_are_equal_bit_for_bit_however_they_are_packed(model: Path, two: Pool) -> None:
+def test_true_on_policy_scores_are_equal_bit_for_bit_however_they_are_packed(model: Path, two_ranks: Pool) -> None:
     samples = [s for g in mixed_groups() for s in g.samples]
     options: dict[str, Any] = {"model": {"true_on_policy": True}, "dtype": torch.float32}
     alone = make_backend(model, trainer={"max_tokens_per_microbatch": 1}, **options).logprobs(samples)
     together = make_backend(model, **options).logprobs(samples)
     assert together == alone
-    assert two.run(true_on_policy_logprobs, model, samples, options) == [alone, alone]
+    assert two_ranks.run(true_on_policy_logprobs, model, samples, options) == [alone, alone]
 
 
 def true_on_policy_logprobs(rank: int, world: int, path: Path, samples: list[Sample], options: dict[str, Any]) -> list[list[float]]:
@@ -524,14 +510,14 @@ _RESUMED = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 2, "clip_norm": 1.
 
 
 @pytest.mark.parametrize(("world", "before", "critic"), [(1, 0, False), (1, 1, True), (1, 3, False), (2, 2, True)])
-def test_a_resumed_run_equals_the_one_that_went_on(model: Path, two: Pool, tmp_path: Path, world: int, before: int, critic: bool) -> None:
+def test_a_resumed_run_equals_the_one_that_went_on(model: Path, two_ranks: Pool, tmp_path: Path, world: int, before: int, critic: bool) -> None:
     arguments = (model, mixed_groups(), tmp_path / "step_00000001", _WITH_CRITIC if critic else {})
     if world == 1:
         state, metrics, draws = train_and_save(0, 1, *arguments, before, 2)
         resumed, again, drawn, extra = load_and_train(0, 1, *arguments, 2)
     else:
-        results = two.run(train_and_save, *arguments, before, 2)
-        others = two.run(load_and_train, *arguments, 2)
+        results = two_ranks.run(train_and_save, *arguments, before, 2)
+        others = two_ranks.run(load_and_train, *arguments, 2)
         assert [r[2] for r in results] == [o[2] for o in others]
         (state, metrics, draws), (resumed, again, drawn, extra) = results[0], others[0]
     assert extra == {"cursor": 7}
@@ -542,15 +528,15 @@ def test_a_resumed_run_equals_the_one_that_went_on(model: Path, two: Pool, tmp_p
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
-def test_a_checkpoint_loads_at_another_number_of_ranks(model: Path, two: Pool, tmp_path: Path, saved: int, loaded: int) -> None:
+def test_a_checkpoint_loads_at_another_number_of_ranks(model: Path, two_ranks: Pool, tmp_path: Path, saved: int, loaded: int) -> None:
     arguments = (model, mixed_groups(), tmp_path / "step_00000001", _WITH_CRITIC)
-    state = train_and_save(0, 1, *arguments, 2, 0)[0] if saved == 1 else two.run(train_and_save, *arguments, 2, 0)[0][0]
-    found = load_and_train(0, 1, *arguments, 0)[0] if loaded == 1 else two.run(load_and_train, *arguments, 0)[0][0]
+    state = train_and_save(0, 1, *arguments, 2, 0)[0] if saved == 1 else two_ranks.run(train_and_save, *arguments, 2, 0)[0][0]
+    found = load_and_train(0, 1, *arguments, 0)[0] if loaded == 1 else two_ranks.run(load_and_train, *arguments, 0)[0][0]
     assert all(np.array_equal(state[n], found[n]) for n in state)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("max_tokens", [1, 60, 8192])
-def test_gradients_on_four_ranks_with_every_split(model: Path, four: Pool, expected_gradients: dict[str, Any], max_tokens: int) -> None:
+def test_gradients_on_four_ranks_with_every_split(model: Path, four_ranks: Pool, expected_gradients: dict[str, Any], max_tokens: int) -> None:
     options = {"trainer": {"max_tokens_per_microbatch": max_tokens, "activation_checkpointing": True}}
-    assert relative_difference(four.run(rl_gradients, model, mixed_groups(), options)[0], expected_gradients) < EXACT
+    assert relative_difference(four_ranks.run(rl_gradients, model, mixed_groups(), options)[0], expected_gradients) < EXACT

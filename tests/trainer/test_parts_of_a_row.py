@@ -37,13 +37,6 @@ def norms() -> Iterator[None]:
     restore_norm()
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
 def step(rank: int, world: int, path: Path, chunk: int, row: int, algorithm: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
     backend = make_backend(path, rank=rank, world=world, algorithm=algorithm, trainer={"logprob_chunk": chunk, "max_tokens_per_microbatch": row})
     metrics = backend.step_rl(mixed_groups()).metrics
@@ -67,10 +60,10 @@ def test_tokens_are_cut_evenly_wherever_that_is() -> None:
     "algorithm",
     [pytest.param(a, marks=() if a in IN_THE_GATE else pytest.mark.full, id="-".join(str(value) for value in a.values())) for a in EVERY],
 )
-def test_no_chunk_split_or_rank_changes_a_gradient_or_a_metric(model: Path, two: Pool, algorithm: dict[str, Any]) -> None:
+def test_no_chunk_split_or_rank_changes_a_gradient_or_a_metric(model: Path, two_ranks: Pool, algorithm: dict[str, Any]) -> None:
     """Every registered objective: all in one forward, against chunks of one and of five tokens, rows of one sequence or two, and two ranks."""
     expected, expected_metrics = step(0, 1, model, 1024, 8192, algorithm)
-    runs = [step(0, 1, model, 1, 30, algorithm), step(0, 1, model, 5, 8192, algorithm), two.run(step, model, 4, 30, algorithm)[0]]
+    runs = [step(0, 1, model, 1, 30, algorithm), step(0, 1, model, 5, 8192, algorithm), two_ranks.run(step, model, 4, 30, algorithm)[0]]
     for found, metrics in runs:
         assert relative_difference(found, expected) < 1e-12
         assert metrics == pytest.approx(expected_metrics, rel=1e-9)

@@ -127,17 +127,13 @@ def sft_gradients(rank: int, world: int, path: Path, samples: list[Sample]) -> d
 
 
 @pytest.mark.full
-def test_two_ranks_do_what_one_does(model: Path) -> None:
+def test_two_ranks_do_what_one_does(model: Path, two_ranks: Pool) -> None:
     samples = [replace(make_sample(0, i, 3, n), metadata={"weight": 0.5 + i}) for i, n in enumerate((4, 9, 1))]
-    pool = Pool(2)
-    try:
-        for algorithm in (
-            {"kl_coef": 0.3, "kl_in": "reward"},
-            {"entropy_guard": "clip_cov", "guard_share": 0.25},
-            {"entropy_guard": "kl_cov", "guard_share": 0.25},
-        ):
-            found = pool.run(rl_gradients, model, mixed_groups(), algorithm)
-            assert relative_difference(found[0], rl_gradients(0, 1, model, mixed_groups(), algorithm)) < EXACT
-        assert relative_difference(pool.run(sft_gradients, model, samples)[0], sft_gradients(0, 1, model, samples)) < EXACT
-    finally:
-        pool.close()
+    for algorithm in (
+        {"kl_coef": 0.3, "kl_in": "reward"},
+        {"entropy_guard": "clip_cov", "guard_share": 0.25},
+        {"entropy_guard": "kl_cov", "guard_share": 0.25},
+    ):
+        found = two_ranks.run(rl_gradients, model, mixed_groups(), algorithm)
+        assert relative_difference(found[0], rl_gradients(0, 1, model, mixed_groups(), algorithm)) < EXACT
+    assert relative_difference(two_ranks.run(sft_gradients, model, samples)[0], sft_gradients(0, 1, model, samples)) < EXACT

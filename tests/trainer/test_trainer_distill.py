@@ -45,13 +45,6 @@ def one() -> Iterator[None]:
     yield from single_rank()
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
 def expected_divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch.Tensor:
     """[R] from probabilities [R, V], by the definitions."""
     if kind == "forward":
@@ -102,16 +95,16 @@ def test_the_gradient_is_that_of_whole_softmaxes_whatever_the_chunk(paths: tuple
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_and_small_rows_give_the_gradient_of_one(paths: tuple[Path, Path], two: Pool, kind: str) -> None:
-    value, found = two.run(step, paths, mixed_groups(), kind, {"trainer": {"max_tokens_per_microbatch": 24}})[0]
+def test_two_ranks_and_small_rows_give_the_gradient_of_one(paths: tuple[Path, Path], two_ranks: Pool, kind: str) -> None:
+    value, found = two_ranks.run(step, paths, mixed_groups(), kind, {"trainer": {"max_tokens_per_microbatch": 24}})[0]
     expected_value, gradient = expected(paths, mixed_groups(), kind)
     assert value == pytest.approx(expected_value, rel=EXACT)
     assert relative_difference(found, gradient) < EXACT
 
 
-def test_a_rank_without_rows_takes_part(paths: tuple[Path, Path], two: Pool) -> None:
+def test_a_rank_without_rows_takes_part(paths: tuple[Path, Path], two_ranks: Pool) -> None:
     groups = [make_group(0, [make_sample(0, 0, 3, 6)])]
-    assert relative_difference(two.run(step, paths, groups, "reverse", {})[0][1], expected(paths, groups, "reverse")[1]) < EXACT
+    assert relative_difference(two_ranks.run(step, paths, groups, "reverse", {})[0][1], expected(paths, groups, "reverse")[1]) < EXACT
 
 
 @pytest.mark.parametrize("kind", ["sampled", "jensen"])
@@ -144,8 +137,8 @@ def measured(rank: int, world: int, paths: tuple[Path, Path], kind: str) -> floa
 
 
 @pytest.mark.parametrize("kind", ["sampled", "reverse"])
-def test_the_divergence_of_held_out_samples_is_measured(paths: tuple[Path, Path], two: Pool, kind: str) -> None:
-    assert two.run(measured, paths, kind) == pytest.approx([expected(paths, mixed_groups(), kind)[0]] * 2, rel=EXACT)
+def test_the_divergence_of_held_out_samples_is_measured(paths: tuple[Path, Path], two_ranks: Pool, kind: str) -> None:
+    assert two_ranks.run(measured, paths, kind) == pytest.approx([expected(paths, mixed_groups(), kind)[0]] * 2, rel=EXACT)
 
 
 def test_no_samples_have_no_divergence(paths: tuple[Path, Path]) -> None:

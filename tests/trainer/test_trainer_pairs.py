@@ -43,13 +43,6 @@ def norms() -> Iterator[None]:
     restore_norm()
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
 def pairs_of(prompts_and_lengths: Sequence[tuple[int, int, int]]) -> list[Sample]:
     """Chosen and rejected samples in turn; prompts of a pair are the same tokens. The first pair's answers have tokens that are not trained."""
     samples = []
@@ -143,11 +136,11 @@ def reward_oracle(path: Path, samples: list[Sample], config: RewardModelConfig) 
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_gradients_are_those_of_the_formula_on_one_and_two_ranks_for_any_split(model: Path, two: Pool, name: str) -> None:
+def test_gradients_are_those_of_the_formula_on_one_and_two_ranks_for_any_split(model: Path, two_ranks: Pool, name: str) -> None:
     expected, loss = oracle(model, PAIRS, name)
     options: list[dict[str, Any]] = [{}, TOKENS, {"trainer": {"max_tokens_per_microbatch": 1}}]
     runs = [first_step(0, 1, model, PAIRS, OBJECTIVES[name], o) for o in options]
-    runs += [two.run(first_step, model, PAIRS, OBJECTIVES[name], o)[0] for o in options[1:]]
+    runs += [two_ranks.run(first_step, model, PAIRS, OBJECTIVES[name], o)[0] for o in options[1:]]
     for found, metrics in runs:
         assert relative_difference(found, expected) < EXACT
         assert metrics["loss/total"] == pytest.approx(loss, rel=1e-9)
@@ -156,8 +149,8 @@ def test_gradients_are_those_of_the_formula_on_one_and_two_ranks_for_any_split(m
 
 
 @pytest.mark.parametrize("name", list(OBJECTIVES))
-def test_an_evaluation_measures_what_a_step_would_start_from_and_trains_nothing(model: Path, two: Pool, name: str) -> None:
-    for evaluated, stepped in (evaluate_and_step(0, 1, model, OBJECTIVES[name]), two.run(evaluate_and_step, model, OBJECTIVES[name])[0]):
+def test_an_evaluation_measures_what_a_step_would_start_from_and_trains_nothing(model: Path, two_ranks: Pool, name: str) -> None:
+    for evaluated, stepped in (evaluate_and_step(0, 1, model, OBJECTIVES[name]), two_ranks.run(evaluate_and_step, model, OBJECTIVES[name])[0]):
         assert evaluated == pytest.approx(
             {
                 "eval/preference_accuracy": stepped["preference/accuracy"],
@@ -177,11 +170,11 @@ def evaluate_and_step(rank: int, world: int, path: Path, objective: PairConfig) 
 
 
 @pytest.mark.parametrize("name", ["kto", "reward"])
-def test_a_rank_without_a_pair_takes_part(model: Path, two: Pool, name: str) -> None:
+def test_a_rank_without_a_pair_takes_part(model: Path, two_ranks: Pool, name: str) -> None:
     """One pair on two ranks."""
     samples = PAIRS[:2]
     expected, _ = oracle(model, samples, name)
-    found, _ = two.run(first_step, model, samples, OBJECTIVES[name], {})[0]
+    found, _ = two_ranks.run(first_step, model, samples, OBJECTIVES[name], {})[0]
     assert relative_difference(found, expected) < EXACT
 
 
@@ -209,9 +202,9 @@ def test_a_restored_trainer_goes_on_bit_for_bit(model: Path, tmp_path: Path, nam
         assert torch.equal(tensor, dict(resumed.model.named_parameters())[name])
 
 
-def test_an_exported_reward_model_gives_the_rewards_that_were_trained(model: Path, two: Pool, tmp_path: Path) -> None:
+def test_an_exported_reward_model_gives_the_rewards_that_were_trained(model: Path, two_ranks: Pool, tmp_path: Path) -> None:
     """To transformers itself, and to `load_reward_model`."""
-    metrics = two.run(train_and_export, model, tmp_path / "export")[0]
+    metrics = two_ranks.run(train_and_export, model, tmp_path / "export")[0]
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
     assert plain.config.architectures == ["Qwen3ForSequenceClassification"]
     ours = load_reward_model(tmp_path / "export")
