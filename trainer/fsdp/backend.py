@@ -88,7 +88,7 @@ class FSDPBackend:
                 what = "a reward model" if rewards else "a teacher over whole rows"
                 raise ValueError(f"trainer.prompt_sharing = true computes log-probs, and this trainer needs {what}: set it to false")
             capacity = trainer.max_tokens_per_microbatch
-            self._sharing = PromptSharing(self.model, rank, world, capacity, trainer.threads, self.device)
+            self._sharing = PromptSharing(self.model, rank, world, capacity, trainer.threads, self.device, compute_dtype_of(model, master_dtype))
         self._reference: Scorer | None = None
         self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
         if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):

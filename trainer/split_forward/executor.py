@@ -32,7 +32,7 @@ class Split:
 
     def __init__(self, plan: Plan, tokens: Sequence[np.ndarray], prompt_lengths: Sequence[int], device: torch.device):
         self.plan = plan
-        self._places = Places(plan)
+        self.places = Places(plan)
         self._tokens, self._prompt_lengths, self._device = tokens, prompt_lengths, device
         self._layouts: dict[int, PassLayout] = {}
 
@@ -43,7 +43,7 @@ class Split:
 
     def layout(self, number: int) -> PassLayout:
         if number not in self._layouts:
-            self._layouts[number] = PassLayout(self._places, number, self._tokens, self._prompt_lengths, self._device)
+            self._layouts[number] = PassLayout(self.places, number, self._tokens, self._prompt_lengths, self._device)
         return self._layouts[number]
 
     def longest(self, number: int) -> int:
@@ -130,7 +130,7 @@ class Executor:
 
     def alone(self, number: int) -> bool:
         """Whether all log-probs of the samples of pass `number` are its own: none of their scored tokens is shared."""
-        return self.split.layout(number).values_from == [number]
+        return self.split.places.alone(number)
 
     def replay(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """`(logprobs_N, entropy_N or None)` of the samples of pass `number`, its prefills being computed first. Collective."""
@@ -161,10 +161,13 @@ class Executor:
     def begun(self) -> bool:
         return len(self._steps) < len(self.split.plan.steps)
 
-    def prefill(self, temperature: float, entropy: bool = False, entropy_gradient: bool = False) -> None:
-        """The prefills before the next replay, which computes them itself where this was not called. Collective."""
-        while self._steps[0].kind == "prefill":
-            self._prefill(self._steps.popleft().number, temperature, entropy, entropy_gradient)
+    def prefill(self, temperature: float, entropy: bool = False, entropy_gradient: bool = False, at_most: int | None = None) -> list[int]:
+        """The prefills before the next replay, `at_most` so many; a replay computes those that are left. Which passes. Collective."""
+        done: list[int] = []
+        while self._steps[0].kind == "prefill" and (at_most is None or len(done) < at_most):
+            done.append(self._steps.popleft().number)
+            self._prefill(done[-1], temperature, entropy, entropy_gradient)
+        return done
 
     def _advance(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> None:
         """To replay `number`, which must be next; the one before it is done with."""

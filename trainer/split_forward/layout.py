@@ -22,6 +22,7 @@ class Places:
     def __init__(self, plan: Plan):
         self.plan = plan
         self.of_pass = {s: number for number, one in enumerate(plan.passes) for s in one.segments}
+        self.replays = {step.number for step in plan.steps if step.kind == "replay"}
         self.first: dict[int, int] = {}
         self.number: dict[int, int] = {}
         for one in plan.passes:
@@ -29,6 +30,12 @@ class Places:
             for number, s in enumerate(one.segments):
                 self.first[s], self.number[s] = start, number
                 start += plan.segments[s].length
+
+    def alone(self, number: int) -> bool:
+        """Whether pass `number` is a replay all of whose samples' scored tokens are its own."""
+        plan, samples = self.plan, self.plan.passes[number].samples
+        chains = {s for sample in samples for s in plan.chain(plan.ends[sample])}
+        return number in self.replays and all(self.of_pass[s] == number for s in chains if plan.segments[s].scored)
 
     def lengths(self, number: int) -> list[int]:
         return [self.plan.segments[s].length for s in self.plan.passes[number].segments] or [FILLER]
@@ -76,12 +83,12 @@ class PassLayout:
         segments = [plan.segments[s] for s in one.segments]
         rows = [tokens[s.sample][s.start : s.stop] for s in segments] or [np.zeros(FILLER, np.int64)]
         positions = [np.arange(s.start, s.stop) for s in segments] or [np.arange(FILLER)]
-        self.replay = any(step.kind == "replay" for step in plan.steps if step.number == number)
+        self.replay = number in places.replays
         starts = [places.first[s] for s in one.segments] or [0]
         ends = [start + len(row) - 1 for start, row in zip(starts, rows, strict=True)]
         inner = [np.arange(max(s.scored_from, s.start + 1), s.stop) - s.start + a for s, a in zip(segments, starts, strict=False)] or [np.ones(1, int)]
         inner_N = np.concatenate(inner)
-        begins = [(s, a) for s, a in zip(one.segments, starts, strict=False) if _scores_its_first(plan.segments[s])]
+        begins = [(s, a) for s, a in zip(one.segments, starts, strict=False) if scores_its_first(plan.segments[s])]
         row_T = np.concatenate(rows)
         self.own = len(inner_N)
         parents = [p for s, _ in begins if (p := plan.segments[s].parent) is not None]
@@ -124,7 +131,7 @@ def _scored_slots(plan: Plan, number: int) -> tuple[dict[int, np.ndarray], int]:
     segments = plan.passes[number].segments
     if not segments:
         return {}, 1
-    begins = [s for s in segments if _scores_its_first(plan.segments[s])]
+    begins = [s for s in segments if scores_its_first(plan.segments[s])]
     inner = {s: plan.segments[s].stop - max(plan.segments[s].scored_from, plan.segments[s].start + 1) for s in segments}
     starts = dict(zip(segments, accumulate(inner.values(), initial=0), strict=False))
     total = sum(inner.values())
@@ -132,7 +139,8 @@ def _scored_slots(plan: Plan, number: int) -> tuple[dict[int, np.ndarray], int]:
     return {s: np.concatenate(([first[s]] if s in first else [], starts[s] + np.arange(inner[s]))).astype(np.int64) for s in segments}, total + len(begins)
 
 
-def _scores_its_first(segment: Segment) -> bool:
+def scores_its_first(segment: Segment) -> bool:
+    """By the hidden state behind the segment before."""
     return segment.scored_from == segment.start < segment.stop and segment.start > 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from trainer.split_forward.balance import contiguous_parts, costs
 from trainer.split_forward.layout import FILLER, Places, scores_of
 from trainer.split_forward.schedule import Frame, Unit, flatten, frames
 from trainer.split_forward.tree import Node, Tokens, build_tree, common_length, in_order
+
+if TYPE_CHECKING:
+    from trainer.split_forward.saved import SavedBytes
 
 THRESHOLDS = (1, 16, 128, 1024)
 """Tokens that a shared segment must save to be one: what is tried. A deep tree of short segments costs more passes than it saves tokens."""
@@ -33,14 +37,29 @@ class Batch:
     together: int = 1
 
 
-def plan(batch: Batch, workload: Workload, hardware: HardwareSpec, *, world: int, capacity: int, thresholds: Sequence[int] = THRESHOLDS) -> list[Plan]:
-    """The plans of all ranks: of those that `thresholds` give, the ones whose slowest rank is predicted to be done first."""
+def plan(
+    batch: Batch,
+    workload: Workload,
+    hardware: HardwareSpec,
+    *,
+    world: int,
+    capacity: int,
+    thresholds: Sequence[int] = THRESHOLDS,
+    saved: SavedBytes | None = None,
+) -> list[Plan]:
+    """The plans of all ranks: of those that `thresholds` give, the ones whose slowest rank is predicted to be done first.
+
+    With `saved` they say how many bytes autograd will hold, which `capacity` bounds already.
+    """
     units = _units(batch)
     candidates = []
     for threshold in thresholds:
         parts = [[units[i] for i in part] for part in _parts(batch, units, workload, world, threshold)]
         candidates.append([replace(p, predicted=predict(p, workload, hardware)) for p in _plans(batch, parts, capacity, threshold)])
-    return min(candidates, key=lambda plans: max(p.predicted.seconds for p in plans))
+    best = min(candidates, key=lambda plans: max(p.predicted.seconds for p in plans))
+    if saved is None:
+        return best
+    return [replace(p, predicted=replace(p.predicted, saved_bytes=saved.peak(p, batch.prompt_lengths))) for p in best]
 
 
 def predict(one: Plan, workload: Workload, hardware: HardwareSpec) -> Prediction:
@@ -49,11 +68,12 @@ def predict(one: Plan, workload: Workload, hardware: HardwareSpec) -> Prediction
     for number, current in enumerate(one.passes):
         segments = [one.segments[s] for s in current.segments]
         tokens, scored = (sum(s.length for s in segments), sum(s.scored for s in segments)) if segments else (FILLER, 1)
-        flops["matmul"] += workload.matmul_flops(tokens, scored)
+        flops["matmul"] += workload.matmul_flops(tokens, scored, fused=places.alone(number))
         flops["attention"] += workload.attention_flops(scores_of(places, number))
     entries = one.computed * workload.layers * workload.hidden
     seconds = sum(flops.values()) / hardware.flops_per_s + len(one.passes) * workload.layers * hardware.layer_s + entries * hardware.value_s
-    return Prediction(seconds=seconds, flops=flops)
+    collectives, collective_bytes = workload.collectives(len(one.passes))
+    return Prediction(seconds=seconds, flops=flops, collectives=collectives, collective_bytes=collective_bytes)
 
 
 def _units(batch: Batch) -> list[Unit]:

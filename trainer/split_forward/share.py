@@ -22,7 +22,8 @@ class PromptSharing:
     """Plans for one model on one rank.
 
     Args:
-        capacity: tokens whose graph exists at one moment, shared ones included. thresholds: as in `planner.plan`.
+        capacity: tokens whose graph exists at one moment, shared ones included. compute_dtype, thresholds: as in
+            `workload_of` and `planner.plan`.
     Attributes:
         tokens, computed: of all plans since they were last read by `metrics`, over all ranks.
     """
@@ -33,12 +34,13 @@ class PromptSharing:
     capacity: int
     threads: int
     device: torch.device
+    compute_dtype: torch.dtype | None = None
     thresholds: Sequence[int] = THRESHOLDS
     tokens: int = 0
     computed: int = 0
 
     def __post_init__(self) -> None:
-        self._workload, self._hardware = workload_of(self.model), hardware_of(self.device.type, self.threads)
+        self._workload, self._hardware = workload_of(self.model, self.compute_dtype), hardware_of(self.device.type, self.threads)
 
     def share(self, samples: Sequence[Sample], indices: Sequence[int], together: int = 1) -> list[MicroBatch]:
         """As `trainer.fsdp.share.share`. The micro-batches belong together: they are to be run in order, all of them."""

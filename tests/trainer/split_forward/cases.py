@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
 from miles.core.model.fused_layer import fuse_layers
+from miles.core.model.fused_loss import even_parts
 from miles.core.model.packed import packed_logprobs
 from miles.core.planning.hardware import CPU_CORE
 from miles.core.planning.plan import Plan
@@ -123,12 +124,12 @@ def by_split(
             return _loss(weights_2N[:, part], logprobs_N, entropy_N, entropy_gradient)
 
         if fused and executor.alone(step.number):
-            whole = [slice(0, weights_2N.shape[1])]
-            executor.loss(step.number, of_part, whole, temperature=TEMPERATURE, entropy=True, entropy_gradient=entropy_gradient).backward()
+            parts = even_parts(weights_2N.shape[1], CHUNK)
+            executor.loss(step.number, of_part, parts, temperature=TEMPERATURE, entropy=True, entropy_gradient=entropy_gradient).backward()
         else:
             of_part(slice(None), *executor.replay(step.number, TEMPERATURE, True, entropy_gradient)).backward()
         executor.settle()
-        found |= dict(zip(samples, seen[0].split(lengths) if samples else [], strict=True))
+        found |= dict(zip(samples, torch.cat(seen).split(lengths) if samples else [], strict=True))
     return found
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.core.planning.hardware import CPU_CORE, hardware_of
 from miles.core.planning.meters import Meter
-from miles.core.planning.workload import Workload
-from tests.trainer.split_forward.cases import by_split, every_kind, group, model, plans
+from miles.core.planning.workload import Workload, workload_of
+from tests.trainer.split_forward import cases
+from tests.trainer.split_forward.cases import CHUNK, by_split, every_kind, group, model, plans
 from trainer.split_forward.balance import contiguous_parts
 from trainer.split_forward.planner import Batch, plan
+from trainer.split_forward.saved import saved_bytes_of
 from trainer.split_forward.tree import build_tree
 
 WORKLOAD = Workload(layers=4, weights=4_000_000, hidden=256, vocabulary=512, heads=4, width=64)
@@ -86,5 +89,19 @@ def test_counted_float_operations_are_the_predicted_ones() -> None:
         one, case = model(kind, **changes), every_kind()
         for made in plans(one, case, capacity=60, world=2, threshold=4):
             with Meter(one) as meter:
-                by_split(one, case, made)
+                by_split(one, case, made, fused=True)
             assert meter.flops == made.predicted.flops
+
+
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.full), True], ids=["plain layers", "fused layers"])
+def test_the_most_that_autograd_holds_is_the_predicted_number_of_bytes(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A loss of one's own keeps what it needs; this one needs nothing.
+    monkeypatch.setattr(cases, "_loss", lambda weights_2N, logprobs_N, entropy_N, entropy_gradient: logprobs_N.sum())
+    one = model(fused=fused)
+    saved = saved_bytes_of(one, CHUNK)
+    for case, capacity in ((group(20, [5, 9, 3, 8]), 40), (group(20, [5, 9, 3, 8]), 1000), (every_kind(), 1000)):
+        batch = Batch(tokens=case[0], prompt_lengths=case[1], places=range(len(case[0])))
+        (made,) = plan(batch, workload_of(one), CPU_CORE, world=1, capacity=capacity, thresholds=(1,), saved=saved)
+        with Meter(one) as meter:
+            by_split(one, case, made, entropy_gradient=False, fused=True)
+        assert meter.peak_saved_bytes == made.predicted.saved_bytes
