@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 RAY = {
     "tests/run/test_cluster.py",
     "tests/run/test_distill.py",
+    "tests/run/test_megatron.py",
     "tests/run/test_pairs.py",
     "tests/run/test_rl.py",
     "tests/trainer/test_hanging_rank.py",

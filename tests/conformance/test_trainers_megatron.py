@@ -248,6 +248,16 @@ def bfloat16_step(rank: int, world: int, path: Path) -> dict[str, Any]:
     return {"logprobs": logprobs, "before": before, "after": master.detach().numpy().copy(), "dtypes": {s.dtype for s in backend.weight_specs()}}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("saved", FOUR)
+def test_every_layout_of_four_ranks_reads_the_checkpoints_of_every_other(model: Path, four: Pool, saved: str, tmp_path: Path) -> None:
+    then, _, metrics = four.run(save_and_go_on, model, FOUR[saved], tmp_path / "step_00000002")[0]
+    for name, options in FOUR.items():
+        restored, _, again, _ = four.run(load_and_go_on, model, options, tmp_path / "step_00000002")[0]
+        assert all(np.array_equal(then[n], restored[n]) for n in then), name
+        assert name != saved or again == metrics
+
+
 def save_and_go_on(rank: int, world: int, path: Path, trainer: dict[str, Any], folder: Path) -> tuple[Any, Any, list[dict[str, float]]]:
     """Two steps, a checkpoint, two more: weights at the checkpoint and at the end, and the metrics since."""
     backend = megatron(path, rank, world, TRAINED | trainer, dtype=torch.float32)
@@ -276,8 +286,8 @@ def test_a_resumed_run_is_the_one_that_went_on_and_other_layouts_read_its_checkp
     """Weights, masters and moments: at its own layout all further steps are equal bit for bit, at another one the weights, and steps to rounding."""
     folder = tmp_path / "step_00000002"
     then, end, metrics = two.run(save_and_go_on, model, TWO[layout], folder)[0]
-    for name, options in TWO.items():
-        restored, last, again, extra = two.run(load_and_go_on, model, options, folder)[0]
+    for name in {layout, "data"}:
+        restored, last, again, extra = two.run(load_and_go_on, model, TWO[name], folder)[0]
         assert extra == {"cursor": 7}
         assert all(np.array_equal(then[n], restored[n]) for n in then), name
         if name == layout:

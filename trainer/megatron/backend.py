@@ -17,6 +17,7 @@ from algorithms.preference.config import PairConfig
 from miles.core.checkpoint import rng
 from miles.core.model.config import ModelConfig
 from miles.core.model.load import load_config
+from miles.data.packing import pack
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
@@ -24,7 +25,7 @@ from trainer.fsdp.batch import Batch, count, weights_of
 from trainer.fsdp.meters import Meters
 from trainer.fsdp.optimizer import Update
 from trainer.fsdp.scoring import Row, RowLoss, row_of
-from trainer.fsdp.share import MicroBatch, share
+from trainer.fsdp.share import DUMMY, MicroBatch, share
 from trainer.megatron import cpu
 from trainer.megatron.architecture import architecture_of
 from trainer.megatron.directory import Source, write_directory
@@ -262,7 +263,10 @@ class MegatronBackend:
 
     def _micros(self, samples: Sequence[Sample], places: Sequence[int]) -> list[MicroBatch]:
         layout = self.mesh.layout
-        return share(samples, places, rank=self.mesh.place.data, world=layout.data, max_tokens=self._trainer.max_tokens_per_microbatch)
+        micros = share(samples, places, rank=self.mesh.place.data, world=layout.data, max_tokens=self._trainer.max_tokens_per_microbatch)
+        # Interleaved stages take rows in groups of as many as there are stages.
+        missing = -len(micros) % layout.pipeline if layout.chunks > 1 else 0
+        return micros + [MicroBatch(packed=pack([DUMMY]), indices=())] * missing
 
     def _share(self, samples: Sequence[Sample], places: Sequence[int], advantages: Sequence[Tensor] | None) -> list[Row]:
         """This data-parallel rank's rows; the ranks that share a model have the same."""
