@@ -138,6 +138,13 @@ def test_an_empty_response_and_a_group_of_one(model: Path) -> None:
     same(sharing.step_rl(groups).metrics, expected)
 
 
+def test_a_critic_sees_whole_sequences(model: Path) -> None:
+    plain, sharing = both(model, algorithm={"advantages": "gae"}, critic={"lr": 1e-3})
+    for _ in range(2):
+        expected = plain.step_rl(sharing_groups()).metrics
+        same(sharing.step_rl(sharing_groups()).metrics, expected)
+
+
 def test_bfloat16_sums_the_prompts_gradients_in_float32(model: Path) -> None:
     """bfloat16 on float32 masters: near the gradient of whole rows, as near as those are to float32's."""
     options: dict[str, Any] = {"dtype": torch.float32}

@@ -1,0 +1,89 @@
+"""Prompt sharing on several data-parallel ranks: real processes on gloo. The oracle is plain transformers, one sequence at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles.core.planning.meters import Meter
+from miles.data.types import Group
+from tests.trainer_cases import gradients, make_backend, plain_gradients, relative_difference, restore_norm, share_prompts, sharing_groups, small_model
+from tests.trainer_pool import Pool
+
+EXACT = 1e-12
+Counts = dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("sharing"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Any:
+    yield plain_gradients(model, sharing_groups())
+    restore_norm()
+
+
+def shared(rank: int, world: int, path: Path, groups: list[Group], options: dict[str, Any]) -> tuple[dict[str, Any], list[Counts], list[Counts]]:
+    """Gradients with shared prompts, and collectives and their bytes: counted, and predicted."""
+    backend = share_prompts(make_backend(path, rank=rank, world=world, trainer={"prompt_sharing": True} | options))
+    assert backend._sharing is not None
+    with Meter(backend.model) as meter:
+        backend.step_rl(groups)
+    samples = [s for g in groups for s in g.samples]
+    one = backend._sharing.share(samples, range(len(samples)))[0].split
+    assert one is not None
+    predicted = one.split.plan.predicted
+    # The step's metrics are all-reduced besides.
+    counted = [{name: found[name] for name in predicted.collectives} for found in (meter.collectives, meter.collective_bytes)]
+    return gradients(backend), counted, [predicted.collectives, predicted.collective_bytes]
+
+
+def test_two_ranks_give_the_gradients_of_whole_rows_by_the_predicted_collectives(model: Path, expected: dict[str, Any], two_ranks: Pool) -> None:
+    found, counted, predicted = two_ranks.run(shared, model, sharing_groups(), {"max_tokens_per_microbatch": 24})[1]
+    assert relative_difference(found, expected) < EXACT
+    assert counted == predicted
+    assert predicted[0]["all_gather"] > predicted[0]["reduce_scatter"] == 3
+
+
+def test_checkpointed_activations_on_two_ranks(model: Path, expected: dict[str, Any], two_ranks: Pool) -> None:
+    found = two_ranks.run(shared, model, sharing_groups(), {"max_tokens_per_microbatch": 40, "activation_checkpointing": True})[0][0]
+    assert relative_difference(found, expected) < EXACT
+
+
+def test_a_group_on_more_ranks_than_it_has_samples(model: Path, four_ranks: Pool) -> None:
+    groups = sharing_groups()[:1]
+    assert relative_difference(four_ranks.run(shared, model, groups, {})[0][0], plain_gradients(model, groups)) < EXACT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("max_tokens", [1, 24, 8192])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_four_ranks(model: Path, expected: dict[str, Any], four_ranks: Pool, max_tokens: int, checkpointed: bool) -> None:
+    options = {"max_tokens_per_microbatch": max_tokens, "activation_checkpointing": checkpointed}
+    found, counted, predicted = four_ranks.run(shared, model, sharing_groups(), options)[3]
+    assert relative_difference(found, expected) < EXACT
+    assert counted == predicted
+
+
+def scores(rank: int, world: int, path: Path, groups: list[Group]) -> list[list[list[float]]]:
+    """By policy and reference, of whole rows and shared, before and after a step."""
+    found = []
+    for sharing in (False, True):
+        options = {"max_tokens_per_microbatch": 24, "prompt_sharing": sharing, "lr": 1e-2}
+        backend = make_backend(path, rank=rank, world=world, trainer=options, algorithm={"kl_coef": 0.1})
+        if sharing:
+            share_prompts(backend)
+        backend.step_rl(groups)
+        samples = [s for g in groups for s in g.samples]
+        found.append([*backend.logprobs(samples), *backend.logprobs(samples, reference=True)])
+    return found
+
+
+def test_scores_of_policy_and_reference_on_two_ranks(model: Path, two_ranks: Pool) -> None:
+    whole, split = two_ranks.run(scores, model, sharing_groups())[0]
+    for one, other in zip(whole, split, strict=True):
+        assert one == pytest.approx(other, rel=1e-12, abs=1e-12)
