@@ -159,6 +159,7 @@ class Executor:
 
     @property
     def begun(self) -> bool:
+        """Whether any step was taken."""
         return len(self._steps) < len(self.split.plan.steps)
 
     def prefill(self, temperature: float, entropy: bool = False, entropy_gradient: bool = False, at_most: int | None = None) -> list[int]:

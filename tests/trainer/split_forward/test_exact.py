@@ -49,6 +49,15 @@ def test_mixture_of_experts(checkpointed: bool) -> None:
     check(model("qwen3_moe", checkpointed=checkpointed), every_kind(), capacity=30)
 
 
+def test_a_frozen_model_with_few_trained_projections() -> None:
+    """As with adapters on queries and values: the first layer's keys need no gradient."""
+    one = model().requires_grad_(False)
+    for layer in one.model.layers:
+        layer.self_attn.q_proj.requires_grad_()
+        layer.self_attn.v_proj.requires_grad_()
+    check(one, every_kind(), capacity=30)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_other_families(kind: str) -> None:
     """Their norms stay in float32."""
