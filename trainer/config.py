@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from miles.config import Section
 
+_LOGITS = 2**26
+
 
 class OptimizerConfig(Section):
     """AdamW with decoupled weight decay, and the learning-rate schedule."""
@@ -58,7 +60,7 @@ class TrainerConfig(OptimizerConfig):
     optimizer_steps_per_batch: int = Field(1, ge=1, description="a step's batch is split into this many optimizer steps")
     activation_checkpointing: bool = Field(False, description="recompute each layer in the backward: less memory, more time")
     prompt_sharing: bool = Field(False, description="tokens that several sequences begin with are computed once: the same gradients, less work and memory")
-    logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits exist at once")
+    logprob_chunk: int | None = Field(None, ge=1, description="tokens whose logits exist at once; null: as many as have 2^26 logits, 256 MiB in float32")
 
     @model_validator(mode="after")
     def _parallel(self) -> TrainerConfig:
@@ -68,3 +70,7 @@ class TrainerConfig(OptimizerConfig):
         if self.backend == "megatron" and self.prompt_sharing:
             raise ValueError("trainer.prompt_sharing is not there for trainer.backend = 'megatron': leave it out, or use 'fsdp'")
         return self
+
+    def chunk(self, vocabulary: int) -> int:
+        """`logprob_chunk`, or what it is for this vocabulary. Example: 67 million logits are 447 tokens of a vocabulary of 150,000."""
+        return self.logprob_chunk or max(1, _LOGITS // vocabulary)

@@ -81,7 +81,8 @@ class FSDPBackend:
         build = partial(build_model, model, master_dtype=master_dtype, world=world, device=self.device)
         rewards = isinstance(pairs, RewardModelConfig)
         self.model = build(checkpointing=trainer.activation_checkpointing, reward_seed=seed if rewards else None)
-        self._policy = Scorer(self.model, trainer.logprob_chunk, self.device)
+        self._chunk = trainer.chunk(self.model.config.get_text_config().vocab_size)
+        self._policy = Scorer(self.model, self._chunk, self.device)
         self._sharing: PromptSharing | None = None
         if trainer.prompt_sharing:
             if rewards or distill is not None:
@@ -92,7 +93,7 @@ class FSDPBackend:
         self._reference: Scorer | None = None
         self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
         if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):
-            self._reference = Scorer(build(checkpointing=False).requires_grad_(False), trainer.logprob_chunk, self.device)
+            self._reference = Scorer(build(checkpointing=False).requires_grad_(False), self._chunk, self.device)
         self._pairs = None if pairs is None else PairLoss(config=pairs, model=self.model, policy=self._policy, reference=self._reference)
         if algorithm is not None and distill is not None and algorithm.kl_target is not None:
             raise ValueError(f"algorithm.kl_target = {algorithm.kl_target} does not reach the loss beside a teacher: leave it out, or [distill]")
@@ -259,7 +260,7 @@ class FSDPBackend:
             student=self.model,
             teacher=teacher,
             temperature=self._temperature,
-            chunk=self._trainer.logprob_chunk,
+            chunk=self._chunk,
             device=self.device,
             dtype=compute_dtype_of(config, master_dtype),
         )

@@ -99,13 +99,15 @@ class MegatronBackend:
         chunks, masters = self._load(config, master_dtype)
         self._chunks = [self._wrapped(config, chunk, number) for number, chunk in enumerate(chunks)]
         self._ddp_options(config)
-        self._policy = Model(self._chunks, self.mesh, self.architecture.vocabulary, trainer.logprob_chunk)
+        self._policy = Model(self._chunks, self.mesh, self.architecture.vocabulary, trainer.chunk(self.architecture.vocabulary))
         self._optimizer = Optimizer(self._chunks, trainer, total_steps, self.mesh, masters)
         self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
         self._reference: Model | None = None
         if algorithm is not None and algorithm.kl_coef > 0:
             frozen = self._load(self._transformer(master_dtype, recompute=False), master_dtype)[0]
-            self._reference = Model([c.requires_grad_(False) for c in frozen], self.mesh, self.architecture.vocabulary, trainer.logprob_chunk)
+            self._reference = Model(
+                [c.requires_grad_(False) for c in frozen], self.mesh, self.architecture.vocabulary, trainer.chunk(self.architecture.vocabulary)
+            )
         own = [dict(chunk.module.named_parameters()) for chunk in self._chunks]
         self._exporter = Exporter(self.architecture, self.mesh, own, self._dtype)
         self._writer = checkpoint.Writer(rank, world)
