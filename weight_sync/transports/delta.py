@@ -29,6 +29,7 @@ class DeltaReader:
     def __init__(self) -> None:
         self._held: RecordId | None = None
         self._incoming: RecordId | None = None
+        self._store: WeightStore | None = None  # of the update that is coming in: all its buckets have one chain of manifests
 
     def read(self, bucket: Bucket, payload: FromStore, held: Held) -> dict[str, torch.Tensor]:
         """The bucket's tensors at the announced record.
@@ -36,8 +37,9 @@ class DeltaReader:
         Raises:
             BrokenChain: a record is missing or damaged, is of other tensors, or does not give the bytes that were announced.
         """
-        self._incoming = payload.record
-        store = WeightStore(payload.url)
+        if self._store is None or self._store.url != payload.url:
+            self._store = WeightStore(payload.url)
+        self._incoming, store = payload.record, self._store
         chain = _chain(store, payload.record, self._held, bucket)
         if chain[0][1].base is not None:  # it ends at what is held
             tensors = _apply(store, chain, bucket, [_bytes(held(spec.name)) for spec in bucket.tensors])
@@ -51,10 +53,10 @@ class DeltaReader:
 
     def commit(self) -> None:
         """What was read last is what is served."""
-        self._held, self._incoming = self._incoming, None
+        self._held, self._incoming, self._store = self._incoming, None, None
 
     def abort(self) -> None:
-        self._incoming = None
+        self._incoming = self._store = None
 
 
 def _chain(store: WeightStore, target: RecordId, held: RecordId | None, bucket: Bucket) -> list[tuple[int, Record]]:

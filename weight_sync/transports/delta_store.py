@@ -6,7 +6,7 @@
 A record holds all weights at one moment, as changes against the record before it, or in full (a snapshot). Records are numbered by
 attempt and not by weight version: one whose update was aborted is a link of the chain like any other. A record is referred to by its
 number and its manifest's digest, and a manifest has the digests of everything else, so a torn or stale file is never taken for the
-right one, and nothing has to be renamed into place.
+right one, and nothing has to be renamed into place. Digests find damage, not malice: whoever may write to the store may change weights.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class WeightStore:
     def __init__(self, url: str) -> None:
         """Raises WeightSyncError where fsspec has no such file system or lacks the package for it."""
         self.url = url
+        self._records: dict[RecordId, Record] = {}
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -78,15 +79,17 @@ class WeightStore:
         self._write(f"{number:08}/bucket-{index}", content)
         return xxhash.xxh3_64_hexdigest(content)
 
-    def write_manifest(self, number: int, record: Record) -> RecordId:
-        """Write the manifest, after which the record is whole."""
+    def write_manifest(self, number: int, record: Record) -> tuple[RecordId, int]:
+        """Write the manifest, after which the record is whole; also returns the manifest's bytes."""
         content = json.dumps(asdict(record)).encode()
         self._write(f"{number:08}/manifest.json", content)
-        return RecordId(number, xxhash.xxh3_64_hexdigest(content))
+        return RecordId(number, xxhash.xxh3_64_hexdigest(content)), len(content)
 
     def record(self, record_id: RecordId) -> Record:
-        """Raises BrokenChain when the manifest is not there or is another one."""
-        return _parse(self._read(f"{record_id.number:08}/manifest.json", record_id.xxh3))
+        """Its manifest is read once. Raises BrokenChain when it is not there or is another one."""
+        if record_id not in self._records:
+            self._records[record_id] = _parse(self._read(f"{record_id.number:08}/manifest.json", record_id.xxh3))
+        return self._records[record_id]
 
     def bucket(self, number: int, record: Record, index: int) -> list[bytes]:
         """Each tensor's encoded bytes. Raises BrokenChain when the file is not there or has other bytes than the manifest says."""

@@ -78,7 +78,7 @@ class DeltaTransport:
 
 @dataclass
 class _Shadow:
-    """Rank 0's memory of the last record: its bytes by bucket, and how much was written since the last snapshot."""
+    """Rank 0's memory of the last record: its bytes by bucket, and how much was written since the last snapshot, manifests included."""
 
     record: RecordId
     manifest: tuple[Bucket, ...]
@@ -110,13 +110,13 @@ def write_record(backend: WeightSource, rank: int, url: str, manifest: Manifest,
     shadow = _shadows.pop(url, None)
     if shadow is not None and (snapshot or shadow.manifest != manifest.buckets or shadow.since >= shadow.snapshot_bytes):
         shadow = None
-    store = WeightStore(url)
-    number = max(store.numbers(), default=0) + 1
     entries: list[tuple[Entry, ...]] = []
     files: list[str] = []
     flats: list[NDArray[np.uint8]] = []
     remaining = iter(manifest.buckets)
     try:
+        store = WeightStore(url)
+        number = max(store.numbers(), default=0) + 1
         for bucket in remaining:
             flat = torch.empty(bucket.numel, dtype=torch_dtype(bucket))
             gather_bucket(backend, rank, bucket, lambda flat=flat, bucket=bucket: views(flat, bucket), digests=False)  # type: ignore[misc]
@@ -132,13 +132,14 @@ def write_record(backend: WeightSource, rank: int, url: str, manifest: Manifest,
         for bucket in remaining:  # other ranks are in the midst of gathering
             skip_bucket(backend, bucket)
     record = Record(manifest.version, None if shadow is None else shadow.record, tuple(entries), tuple(files))
-    record_id = store.write_manifest(number, record)
+    record_id, manifest_bytes = store.write_manifest(number, record)
+    size = record.nbytes + manifest_bytes
     if shadow is None:
         store.remove([earlier for earlier in store.numbers() if earlier < number])
-        _shadows[url] = _Shadow(record_id, manifest.buckets, flats, record.nbytes)
+        _shadows[url] = _Shadow(record_id, manifest.buckets, flats, size)
     else:
-        _shadows[url] = _Shadow(record_id, manifest.buckets, flats, shadow.snapshot_bytes, shadow.since + record.nbytes)
-    return Written(record_id, {e.spec.name: e.xxh3 for bucket_entries in entries for e in bucket_entries}, record.nbytes)
+        _shadows[url] = _Shadow(record_id, manifest.buckets, flats, shadow.snapshot_bytes, shadow.since + size)
+    return Written(record_id, {e.spec.name: e.xxh3 for bucket_entries in entries for e in bucket_entries}, size)
 
 
 def _encode(bucket: Bucket, flat: torch.Tensor, new: NDArray[np.uint8], old: NDArray[np.uint8] | None) -> tuple[tuple[Entry, ...], bytes]:
