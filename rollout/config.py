@@ -35,6 +35,23 @@ class RolloutConfig(SamplingConfig):
     sglang_args: dict[str, Any] = Field(default_factory=dict, description="more arguments of the SGLang server, as in its ServerArgs")
 
 
+class TeacherEngineConfig(Section):
+    """Engines of a teacher's own, for `distill.place = "engine"`."""
+
+    engine: Literal["torch", "sglang"] = Field("torch", description="torch: a model in the teacher's actor, on CPU; sglang: the real server")
+    engines: int = Field(1, ge=1, description="number of engines, one actor each")
+    threads: int = Field(1, ge=1, description="CPU threads of each engine")
+    gpus_per_engine: float = Field(0, ge=0, description="GPUs of each engine; 0 runs on CPU")
+    timeout_s: float = Field(600.0, gt=0, description="deadline of one call, in seconds; an engine that misses it is started again")
+    sglang_args: dict[str, Any] = Field(default_factory=dict, description="more arguments of the SGLang server, as in its ServerArgs")
+
+    @model_validator(mode="after")
+    def _on_cpu(self) -> TeacherEngineConfig:
+        if self.engine == "torch" and self.gpus_per_engine:
+            raise ValueError(f"teacher_engine.gpus_per_engine = {self.gpus_per_engine:g} with engine = 'torch', which runs on CPU: use 'sglang'")
+        return self
+
+
 class RewardItem(Section):
     """One reward function."""
 

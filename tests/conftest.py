@@ -35,6 +35,8 @@ RAY = {
     "tests/run/test_cluster.py",
     "tests/run/test_distill.py",
     "tests/run/test_megatron.py",
+    "tests/run/test_distill_engines.py",
+    "tests/rollout/test_teacher_engines.py",
     "tests/run/test_pairs.py",
     "tests/run/test_rl.py",
     "tests/trainer/test_hanging_rank.py",
@@ -49,6 +51,7 @@ FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/trainer/test_parts_of_a_row.py",
     "tests/trainer/test_penalty_and_guard.py",
     "tests/trainer/test_trainer_distill.py",
+    "tests/trainer/test_trainer_taught.py",
     "tests/trainer/test_trainer_pairs.py",
 }
 ORDER = ("ray", "sglang", "forks")

@@ -13,7 +13,9 @@ from typing import Any
 from miles.core.model.config import ModelConfig
 from rollout.config import RolloutConfig
 from rollout.engines.contracts import EngineError, EngineHealth, Generation, PauseMode, Request
+from rollout.engines.scoring import Scored, ScoreRequest, check_score_request
 from rollout.engines.sglang_args import model_facts, server_arguments, server_environment
+from rollout.engines.sglang_scoring import score_body, scored
 from rollout.engines.sglang_server import SGLangServer
 from rollout.engines.sglang_weights import SGLangWeights
 from rollout.engines.sglang_wire import check_request, generation, request_body
@@ -105,6 +107,17 @@ class SGLangEngine:
         generations = [generation(request, answer) for request, answer in zip(requests, answers, strict=True)]
         self._tokens_generated += sum(len(g.tokens) for g in generations)
         return generations
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
+        """See `ScoringEngine.score`, at temperature 1. Waits while the engine is paused."""
+        if not requests:
+            return []
+        for request in requests:
+            check_score_request(request, context=self._facts.context, vocabulary=self._facts.vocabulary)
+        while self._resumed is not None:
+            await self._resumed.wait()
+        answers = await self._server.post("/generate", score_body(requests, extra_key=f"commit-{self._weights.commits}"), None)
+        return [scored(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def hold(self) -> AbstractContextManager[None]:
         """SGLang promises no admission order."""

@@ -14,19 +14,18 @@ round: the template decides how well it withstands that.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import os
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from miles.config import ConfigError
 from miles.data.types import Prompt, Sample
+from rollout.endpoint import check_endpoint
 from rollout.rewards.judge_cache import JudgeCache
 
 TEMPLATE = """You grade an answer. Compare it with the reference; judge its content and not its length or style.
@@ -142,7 +141,7 @@ def check(
     Raises:
         ConfigError: names the argument and what to change.
     """
-    _check_url(base_url, api_key_env)
+    check_endpoint("reward judge: base_url", base_url, "api_key_env", api_key_env)
     if "response" not in _FIELD.findall(template):
         raise ConfigError("reward judge: template has no {response}, so that the judge would not see what it judges")
     try:
@@ -155,28 +154,6 @@ def check(
         raise ConfigError(f"reward judge: scale = {list(scale)} must be the lowest and the highest number, for example [0, 10]")
     if attempts < 1 or timeout_s <= 0 or backoff_s < 0:
         raise ConfigError(f"reward judge: attempts = {attempts} must be at least 1, timeout_s = {timeout_s} above 0, backoff_s = {backoff_s} not below 0")
-
-
-def _check_url(base_url: str, api_key_env: str | None) -> None:
-    parts = urlsplit(base_url)
-    if parts.username or parts.password:
-        raise ConfigError("reward judge: base_url has a login in it, which would be written into records: use api_key_env")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"reward judge: base_url = {base_url!r} is no http address, for example http://127.0.0.1:8000/v1")
-    if api_key_env is None:
-        return
-    if not os.environ.get(api_key_env):
-        # The name is not quoted: a key that was written here by mistake would be printed.
-        raise ConfigError("reward judge: the environment variable that api_key_env names is not set: export it, or leave api_key_env out")
-    if parts.scheme == "http" and not _is_loopback(parts.hostname):
-        raise ConfigError(f"reward judge: base_url = {base_url!r} would carry the key unencrypted: use https")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _fill(template: str, fields: dict[str, str]) -> str:

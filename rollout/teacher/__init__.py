@@ -1,0 +1,1 @@
+"""A teacher in engines of its own: actors that score what students wrote."""
