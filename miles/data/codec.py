@@ -12,8 +12,8 @@ from miles.data.types import Sample, Status
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """A dict that `json.dumps` takes, as long as `metadata` is JSON itself."""
-    values = {field.name: getattr(sample, field.name) for field in fields(sample)}
+    """A dict that `json.dumps` takes, as long as `metadata` is JSON itself. What a teacher said is left out: it is asked again."""
+    values = {field.name: getattr(sample, field.name) for field in fields(sample) if field.name != "taught"}
     return {name: _array_to_json(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,26 +12,12 @@ from numpy.typing import NDArray
 from miles.data import chat
 from miles.data.pieces import Pieces
 from miles.data.spans import character_offsets, common_spans
+from miles.data.taught import Reading
 from miles.data.types import Prompt, Sample, Status
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Reading:
-    """The teacher's tokens for a sample of R response tokens, and which tokens of both sides write the same text.
-
-    Attributes:
-        tokens: int64 [P' + Q], the teacher's prompt and response. prompt_length: P'.
-        span_R, span_Q: int32, number of the span of text that each student and teacher token belongs to; -1 where none is compared.
-    """
-
-    tokens: NDArray[np.int64]
-    prompt_length: int
-    span_R: NDArray[np.int32]
-    span_Q: NDArray[np.int32]
 
 
 class Reader:

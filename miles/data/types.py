@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from miles.data.taught import Taught
+
 
 class Status(StrEnum):
     """How a trajectory ended. Only COMPLETED and TRUNCATED trajectories are trained on."""
@@ -44,6 +46,7 @@ class Sample:
         weight_versions: int32 [R]; the weight version that produced each token, -1 where no policy did.
         reward: the scalar reward, or None when it is unknown (it is then no part of any baseline).
         reward_parts: each reward function's own value, before weighting.
+        taught: what a teacher outside of the trainer says of it; from when a batch is taken until it is trained.
     Raises:
         ValueError: lengths disagree, or the prompt is empty.
     """
@@ -59,6 +62,7 @@ class Sample:
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+    taught: Taught | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -71,6 +75,8 @@ class Sample:
                     f"sample {self.sample_id}: {name} has {len(getattr(self, name))} entries, but there are "
                     f"{len(self.tokens)} - {self.prompt_length} = {self.response_length} tokens after the prompt"
                 )
+        if self.taught is not None:
+            self.taught.check(self.response_length)
 
     @property
     def response_length(self) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from miles.core.checkpoint.store import CheckpointStore
 from miles.core.model.load import end_tokens, prompt_room, tokenizer_of
 from miles.data.prompts import PromptDataset, PromptStream
 from miles.run.clock import Clock
-from miles.run.cluster import Places, cluster, engine_demands, trainer_demands
+from miles.run.cluster import Places, cluster, engine_demands, teacher_demands, trainer_demands
 from miles.run.evaluate import Evaluation, Evaluator, sampling_params
 from miles.run.folder import held
 from miles.run.live import Live
@@ -27,6 +27,7 @@ from miles.run.recipe import DistillRecipe, RLRecipe
 from miles.run.resume import first_step
 from miles.run.samples import sample_table
 from miles.run.teacher import check_teacher
+from miles.run.teaching import Teaching, teaching_of
 from miles.tracking.tracker import Tracker
 from rollout.actor import RolloutSpec
 from rollout.buffer import Buffer
@@ -60,12 +61,13 @@ class RLRun:
     live: Live
     tokenizer: Any
     resume: bool
+    teaching: Teaching | None = None
     version: int = 0
     steps: int = 0
 
     async def start(self) -> None:
         """Bring trainer and engines up side by side; on resume, restore the last checkpoint and bring the engines to its version."""
-        await asyncio.gather(self.trainer.start(), self.fleet.start())
+        await asyncio.gather(self.trainer.start(), self.fleet.start(), *([self.teaching.start()] if self.teaching is not None else []))
         if not self.resume:
             return
         latest = self.checkpoints.latest()
@@ -77,6 +79,15 @@ class RLRun:
         for engine_id in self.fleet.engine_ids:
             if (why := await self._catch_up(engine_id)) is not None:
                 self.fleet.mark_dead(engine_id, why)
+
+    async def take(self, clock: Clock) -> Taken:
+        """The batch that version + 1 is trained on, with what a teacher outside of the trainer says of it."""
+        with clock("rollout_wait"):
+            batch = await self.producer.take(self.version)
+        if self.teaching is None:
+            return batch
+        with clock("teacher"):
+            return replace(batch, groups=await self.teaching.teach(batch.groups))
 
     async def publish(self) -> PublishResult:
         """Bring every engine to the trainer's weights as version + 1. Engines that die on the way are left behind; where none
@@ -153,7 +164,8 @@ class RLRun:
             return None
         evaluation = await self.evaluator.run(self.fleet, self.heal)
         if self.recipe.distillation is not None:
-            evaluation.metrics["eval/distill_kl"] = await self.trainer.divergence([s for g in evaluation.groups for s in g.trainable])
+            groups = evaluation.groups if self.teaching is None else await self.teaching.teach(evaluation.groups)
+            evaluation.metrics["eval/distill_kl"] = await self.trainer.divergence([s for g in groups for s in g.trainable])
         if self.recipe.tracking.sample_every and evaluation.groups:
             self.tracker.table(self.version, "evaluation", *sample_table(evaluation.groups, self.tokenizer, self.recipe.tracking.samples))
         if at_start:
@@ -194,6 +206,8 @@ class RLRun:
         async with AsyncExitStack() as parts:  # the last in is closed first
             parts.push_async_callback(self.trainer.close)
             parts.push_async_callback(self.fleet.close)
+            if self.teaching is not None:
+                parts.push_async_callback(self.teaching.close)
             parts.push_async_callback(self.sync.close)
 
 
@@ -217,7 +231,7 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed, rewarded=rewarded) if config.evaluate.every else None
     stop_ids = end_tokens(config.model, tokenizer, config.rollout.stop)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
-    demands = trainer_demands(config.trainer) + engine_demands(config.rollout)
+    demands = trainer_demands(config.trainer) + engine_demands(config.rollout) + teacher_demands(config.teacher_engines)
     with ExitStack() as parts:
         parts.enter_context(held(config.run))
         begin = first_step(config, checkpoints, stream.fingerprint) if resume else None
@@ -301,6 +315,7 @@ def _build(
         live=live,
         tokenizer=tokenizer,
         resume=resume,
+        teaching=teaching_of(config, tokenizer, places, folder),
         steps=config.run.steps,
     )
     return run

@@ -17,12 +17,13 @@ from miles.core.environment import worker_environment
 from miles.run import signals
 from miles.run.machine import ray_address
 from miles.run.recipe import ClusterConfig
-from rollout.config import RolloutConfig
+from rollout.config import RolloutConfig, TeacherEngineConfig
 from trainer.config import TrainerConfig
 
 logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 30.0
+TEACHER = "teacher engine"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ def trainer_demands(config: TrainerConfig) -> list[Demand]:
 
 def engine_demands(config: RolloutConfig) -> list[Demand]:
     return [Demand("engine", config.threads, config.gpus_per_engine)] * config.engines
+
+
+def teacher_demands(config: TeacherEngineConfig | None) -> list[Demand]:
+    return [] if config is None else [Demand(TEACHER, config.threads, config.gpus_per_engine)] * config.engines
 
 
 @dataclass(frozen=True)

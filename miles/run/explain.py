@@ -71,11 +71,11 @@ def _rl_arithmetic(recipe: RLRecipe) -> Iterator[str]:
     yield from _trainer_arithmetic(recipe, f"response at most {recipe.rollout.max_new_tokens} tokens")
     if recipe.critic is not None:
         yield f"critic: as many optimizer steps of its own; in the first {recipe.critic.head_start} of {recipe.run.steps} steps it learns alone"
-    engines, ranks = recipe.rollout, recipe.trainer
-    yield (
-        f"CPUs: {engines.engines} engine{'s' * (engines.engines > 1)} x {engines.threads} + {ranks.ranks} rank{'s' * (ranks.ranks > 1)} x {ranks.threads} "
-        f"= {engines.engines * engines.threads + ranks.ranks * ranks.threads}"
-    )
+    actors = [("engine", recipe.rollout.engines, recipe.rollout.threads), ("rank", recipe.trainer.ranks, recipe.trainer.threads)]
+    if recipe.teacher_engines is not None:
+        actors.append(("teacher engine", recipe.teacher_engines.engines, recipe.teacher_engines.threads))
+    each = " + ".join(f"{count} {name}{'s' * (count > 1)} x {threads}" for name, count, threads in actors)
+    yield f"CPUs: {each} = {sum(count * threads for _, count, threads in actors)}"
     ahead = {0: "synchronous", 1: "one step off"}.get(recipe.run.max_staleness, f"up to {recipe.run.max_staleness} batches ahead")
     yield f"staleness: at most {recipe.run.max_staleness} weight versions ({ahead})"
 

@@ -11,7 +11,7 @@ from typing import Any
 from miles.config import ConfigError
 from miles.core.model.config import ModelConfig
 from miles.run.machine import MIB
-from rollout.config import RolloutConfig
+from rollout.config import RolloutConfig, TeacherEngineConfig
 from trainer.config import TrainerConfig
 
 # Resident memory of a process before it holds a weight, measured on x86-64 Linux, MiB.
@@ -50,6 +50,16 @@ def trainer_terms(model: ModelConfig, trainer: TrainerConfig, count: int, *, ref
 def teacher_terms(count: int, trainer: TrainerConfig) -> dict[str, int]:
     """MiB by reason; each rank reads a teacher of `count` parameters whole and keeps its share, in float32."""
     return {"teacher": _mib(count * 4), f"{trainer.ranks} x the whole teacher while it loads": trainer.ranks * _mib(count * 4)}
+
+
+def teacher_engine_terms(model: ModelConfig, config: TeacherEngineConfig, count: int) -> dict[str, int]:
+    """MiB by reason, of a teacher of `count` parameters in engines of its own. It never changes, so each has its weights once."""
+    base = SGLANG_ENGINE_MIB if config.engine == "sglang" else TORCH_ENGINE_MIB
+    engines = config.engines
+    return {
+        f"{engines} {config.engine} teacher engine{'s' * (engines > 1)} x {base}": engines * base,
+        f"{engines} x the teacher's {count:,} parameters x {_BYTES[model.dtype]} B": engines * _mib(count * _BYTES[model.dtype]),
+    }
 
 
 def critic_terms(count: int, trainer: TrainerConfig) -> dict[str, int]:

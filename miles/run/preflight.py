@@ -15,7 +15,7 @@ from miles.run.machine import MIB
 from miles.run.recipe import ClusterConfig, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe
 from miles.tracking.config import TrackingConfig
 from miles.tracking.wandb_sink import has_key
-from rollout.config import RolloutConfig
+from rollout.endpoint import check_endpoint
 from rollout.rewards.registry import resolve
 from trainer.config import TrainerConfig
 from weight_sync.config import WeightSyncConfig
@@ -34,32 +34,43 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     _check_data("data.paths", recipe.data.paths)
     if recipe.evaluate.every:
         _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
-    if recipe.distillation is not None:
-        _check_model_path("distill.teacher", recipe.distillation.teacher)
+    distill, teachers = recipe.distillation, recipe.teacher_engines
+    if distill is not None:
+        _check_model_path("distill.teacher", distill.teacher)
+        if distill.address is not None:
+            check_endpoint("distill.address", distill.address, "distill.api_key_env", distill.api_key_env)
     if recipe.critic is not None and recipe.critic.path is not None:
         _check_model_path("critic.path", recipe.critic.path)
     rewards = _rewards(recipe)
     for name in recipe.algorithm.part_weights:
         if name not in rewards:
             raise ConfigError(f"algorithm.part_weights has {name!r}, which is no reward function of this recipe{nearest(name, rewards)}")
-    _check_engine(recipe.rollout)
+    _check_engine("rollout", recipe.rollout.engine)
+    if teachers is not None:
+        _check_engine("teacher_engine", teachers.engine)
     _check_store(recipe.weight_sync)
     _check_backend(recipe)
     _check_tracking(recipe.tracking)
     engines = f"{recipe.rollout.engines} engines x {recipe.rollout.threads} threads"
     ranks = f"{recipe.trainer.ranks} trainer ranks x {recipe.trainer.threads} threads"
     cpus = recipe.rollout.engines * recipe.rollout.threads + recipe.trainer.ranks * recipe.trainer.threads
+    who = f"{engines} + {ranks}"
+    if teachers is not None:
+        who += f" + {teachers.engines} teacher engines x {teachers.threads} threads"
+        cpus += teachers.engines * teachers.threads
     count = footprint.parameters(Path(recipe.model.path))
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=recipe.algorithm.kl_coef > 0)
-    if recipe.distillation is not None:
-        terms |= footprint.teacher_terms(footprint.parameters(Path(recipe.distillation.teacher)), recipe.trainer)
+    if distill is not None and distill.place == "trainer":
+        terms |= footprint.teacher_terms(footprint.parameters(Path(distill.teacher)), recipe.trainer)
+    if distill is not None and teachers is not None:
+        terms |= footprint.teacher_engine_terms(recipe.model, teachers, footprint.parameters(Path(distill.teacher)))
     if recipe.critic is not None:
         critic = count if recipe.critic.path is None else footprint.parameters(Path(recipe.critic.path))
         terms |= footprint.critic_terms(critic, recipe.trainer)
     terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
     terms |= footprint.transport_terms(recipe.model, recipe.weight_sync.transport, count)
     shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count)
-    _check_cluster(recipe.cluster, f"{engines} + {ranks}", cpus, terms, shared)
+    _check_cluster(recipe.cluster, who, cpus, terms, shared)
 
 
 def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
@@ -85,7 +96,7 @@ def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
     _check_model(recipe.model)
     _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
     resolve(recipe.reward)
-    _check_engine(recipe.rollout)
+    _check_engine("rollout", recipe.rollout.engine)
     _check_tracking(recipe.tracking)
     terms = footprint.engine_terms(recipe.model, recipe.rollout, footprint.parameters(Path(recipe.model.path)))
     engines, threads = recipe.rollout.engines, recipe.rollout.threads
@@ -131,9 +142,9 @@ def _check_data(key: str, paths: list[str]) -> None:
             raise ConfigError(f"{key}: {path!r} is no file{near if near != '; valid: ' else ''} (paths are relative to {os.getcwd()})")
 
 
-def _check_engine(rollout: RolloutConfig) -> None:
-    if rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise ConfigError("rollout.engine = 'sglang', but SGLang is not installed: run `bash scripts/install --test`, or use rollout.engine=torch")
+def _check_engine(section: str, engine: str) -> None:
+    if engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise ConfigError(f"{section}.engine = 'sglang', but SGLang is not installed: run `bash scripts/install --test`, or use {section}.engine=torch")
 
 
 def _check_store(weight_sync: WeightSyncConfig) -> None:

@@ -12,7 +12,7 @@ from miles.core.checkpoint.config import CheckpointConfig
 from miles.core.model.config import ModelConfig
 from miles.data.config import PairDataConfig, PromptDataConfig, SFTDataConfig
 from miles.tracking.config import TrackingConfig
-from rollout.config import EvaluateConfig, OptionalRewardConfig, RewardConfig, RolloutConfig
+from rollout.config import EvaluateConfig, OptionalRewardConfig, RewardConfig, RolloutConfig, TeacherEngineConfig
 from trainer.config import CriticConfig, TrainerConfig
 from weight_sync.config import WeightSyncConfig
 
@@ -66,6 +66,11 @@ class RLRecipe(Section):
         return None
 
     @property
+    def teacher_engines(self) -> TeacherEngineConfig | None:
+        """The teacher's own engines: none, but in a `DistillRecipe` with place = "engine"."""
+        return None
+
+    @property
     def rewards_teach(self) -> bool:
         """Whether anything is learned from rewards."""
         return self.distillation is None or self.distillation.policy_weight > 0
@@ -107,19 +112,32 @@ class RLRecipe(Section):
 
 
 class DistillRecipe(RLRecipe):
-    """`miles distill`: on-policy distillation. The student answers prompts as in `miles rl`, and a teacher in the trainer says how it should have."""
+    """`miles distill`: on-policy distillation. The student answers prompts as in `miles rl`, and a teacher says how it should have."""
 
     distill: DistillConfig
+    teacher_engine: TeacherEngineConfig = TeacherEngineConfig()
     reward: OptionalRewardConfig = OptionalRewardConfig()
 
     @property
     def distillation(self) -> DistillConfig:
         return self.distill
 
+    @property
+    def teacher_engines(self) -> TeacherEngineConfig | None:
+        return self.teacher_engine if self.distill.place == "engine" else None
+
     @model_validator(mode="after")
     def _beside_a_teacher(self) -> DistillRecipe:
         if self.trainer.prompt_sharing:
             raise ValueError("trainer.prompt_sharing does not go with a teacher, which sees whole sequences: leave it out")
+        if self.distill.place != "engine" and "teacher_engine" in self.model_fields_set:
+            raise ValueError(f"[teacher_engine] with distill.place = {self.distill.place!r}, which starts no engine: set place = 'engine', or leave it out")
+        served = self.distill.place == "address" or (self.distill.place == "engine" and self.teacher_engine.engine == "sglang")
+        if served and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature = {self.rollout.temperature:g} with a teacher served by SGLang, which tells log-probs of given tokens at "
+                "temperature 1 alone: use temperature = 1, teacher_engine.engine = 'torch', or distill.place = 'trainer'"
+            )
         if self.algorithm.entropy_guard != "none":
             raise ValueError(
                 f"algorithm.entropy_guard = {self.algorithm.entropy_guard!r} ranks tokens by the rewards' advantages, which a teacher changes: leave it out"

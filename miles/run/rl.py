@@ -6,7 +6,8 @@
 synchronous and on-policy: the engines answer batch v at version v while the trainer waits. At 1 they already answer batch v+1 while
 the trainer trains batch v. The step that turns version v into v+1 is recorded at v+1 on the tracker's axis; 0 is the untrained policy.
 
-On-policy distillation is this loop too: a `DistillRecipe` brings a teacher into the trainer's step, and may do without rewards.
+On-policy distillation is this loop too: a `DistillRecipe` brings a teacher into the trainer's step, or asks one in an engine when a batch is
+taken, and may do without rewards.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ async def train(run: RLRun) -> None:
         clock = Clock()
         with clock("checkpoint"):  # of what the last step reached, now that its record is written
             await run.checkpoint()
-        with clock("rollout_wait"):
-            batch = await run.producer.take(run.version)
+        batch = await run.take(clock)
         with clock("train"):
             trained = await run.trainer.step_rl(batch.groups)
         run.producer.trained(batch.groups)

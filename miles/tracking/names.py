@@ -30,6 +30,7 @@ METRICS: dict[str, str] = {
     "policy/kl": "mean KL estimate to the reference, nats per token",
     "policy/kl_coef": "the KL's coefficient in this step, where algorithm.kl_target steers it",
     "distill/kl": "mean divergence of the student from its teacher, nats per trained token: the one that distill.divergence names",
+    "distill/uncompared": "share of trained tokens that a teacher with another tokenizer is not compared on: no span of text that both write whole",
     # preference and reward models: an answer's reward is beta times its log-ratio to the reference (dpo, ipo, kto), beta times its mean
     # log-prob (simpo), its mean log-prob (orpo), or the reward model's output
     "preference/accuracy": "share of pairs whose chosen answer has the higher reward",
@@ -59,6 +60,7 @@ METRICS: dict[str, str] = {
     # time and throughput
     "seconds/step": "wall-clock of the whole step",
     "seconds/rollout_wait": "waiting for finished groups",
+    "seconds/teacher": "a teacher's engines, or its tokenizer, over the batch",
     "seconds/train": "trainer step",
     "seconds/weight_sync": "publishing the new version",
     "seconds/checkpoint": "starting (and waiting for) checkpoints",

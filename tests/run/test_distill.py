@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,48 @@ def test_a_larger_output_head_is_refused_by_whole_vocabulary_divergences_only(ta
     assert "distill.divergence = 'reverse' compares whole vocabularies" in message
     assert "use distill.divergence = 'sampled'" in message
     check_all(task, distill_recipe(task, tmp_path / "run", f"distill.teacher={padded}", "distill.divergence=sampled"))
+
+
+def test_a_teacher_with_another_tokenizer_may_compare_texts(task: dict[str, Path], tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path / "other", alphabet="zyx", hidden=16, context=64)
+    check_all(task, distill_recipe(task, tmp_path / "run", f"distill.teacher={other}", "distill.divergence=sampled"))
+
+
+def test_a_tokenizer_whose_text_cannot_be_told(task: dict[str, Path], tmp_path: Path) -> None:
+    student = make_tiny_model(tmp_path / "student", alphabet="zyx", hidden=16, context=64)
+    core = json.loads((student / "tokenizer.json").read_text())
+    (student / "tokenizer.json").write_text(json.dumps(core | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}))
+    assert "their texts cannot be aligned" in refused(task | {"model": student}, tmp_path, "distill.divergence=sampled")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["distill.place=engine"], "over the whole vocabulary needs place = 'trainer': set distill.top_k"),
+        (["distill.top_k=4"], "a teacher in the trainer compares whole vocabularies"),
+        (["distill.place=engine", "distill.top_k=4", "distill.divergence=sampled"], "'sampled' the sampled tokens alone; leave top_k out"),
+        (["distill.place=engine", "distill.top_k=20", "cluster.cpus=3"], "distill.top_k = 20 is more than the teacher's vocabulary of 19 tokens"),
+        (["distill.place=address", "distill.top_k=4"], "place = 'address' and an address belong together"),
+        (["distill.address=http://127.0.0.1:1"], "place = 'address' and an address belong together"),
+        (["distill.api_key_env=KEY"], "a key is for place = 'address' alone"),
+        (["distill.place=address", "distill.address=127.0.0.1:1", "distill.top_k=4"], "distill.address = '127.0.0.1:1' is no http address"),
+        (["teacher_engine.threads=2"], "[teacher_engine] with distill.place = 'trainer', which starts no engine"),
+        (["distill.place=engine", "distill.top_k=4", "teacher_engine.gpus_per_engine=1"], "teacher_engine.gpus_per_engine = 1 with engine = 'torch'"),
+        (
+            ["distill.place=engine", "distill.top_k=4", "teacher_engine.engine=sglang", "rollout.temperature=0.7"],
+            "rollout.temperature = 0.7 with a teacher served by SGLang",
+        ),
+        (["distill.place=engine", "distill.top_k=4", "teacher_engine.engines=3", "cluster.cpus=4"], "3 teacher engines x 1 threads = 5 CPUs"),
+    ],
+)
+def test_places_that_do_not_fit_together(task: dict[str, Path], tmp_path: Path, overrides: list[str], message: str) -> None:
+    assert message in refused(task, tmp_path, *overrides)
+
+
+def test_the_memory_of_a_teachers_engines_is_counted(task: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles.run.machine.free_memory", lambda: 2**20)
+    message = refused(task, tmp_path, "distill.place=engine", "distill.top_k=4", "teacher_engine.engines=2", "cluster.cpus=4")
+    assert "2 torch teacher engines x 450 = 900" in message
 
 
 def test_a_teacher_of_a_shorter_context(task: dict[str, Path], tmp_path: Path) -> None:

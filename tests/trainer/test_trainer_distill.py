@@ -160,7 +160,8 @@ def test_no_logits_outlive_their_chunk() -> None:
 
     hidden_ND, weight_VD = torch.randn(512, 8, requires_grad=True), torch.randn(4096, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        compare(hidden_ND, weight_VD, torch.randn(512, 8), torch.randn(4096, 8), lambda s, t: (s.softmax(-1) * t).sum(-1), 1.0, 16)
+        teacher_VD = torch.randn(4096, 8)
+        compare(hidden_ND, weight_VD, lambda s_CV, t_CD: (s_CV.softmax(-1) * (t_CD @ teacher_VD.T)).sum(-1), [torch.randn(512, 8)], 1.0, 16)
     assert sum(kept.values()) < 512 * 4096 * 4 / 8
 
 

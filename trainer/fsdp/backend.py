@@ -24,7 +24,7 @@ from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
 from trainer.fsdp.batch import Batch, count, weights_of
 from trainer.fsdp.critic import Critic, build_critic
-from trainer.fsdp.distill import Distiller
+from trainer.fsdp.distill import Distiller, build_distiller
 from trainer.fsdp.export import Exporter
 from trainer.fsdp.meters import Meters
 from trainer.fsdp.model import build_model, compute_dtype_of, reshard
@@ -95,14 +95,11 @@ class FSDPBackend:
         if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):
             self._reference = Scorer(build(checkpointing=False).requires_grad_(False), self._chunk, self.device)
         self._pairs = None if pairs is None else PairLoss(config=pairs, model=self.model, policy=self._policy, reference=self._reference)
-        if algorithm is not None and distill is not None and algorithm.kl_target is not None:
-            raise ValueError(f"algorithm.kl_target = {algorithm.kl_target} does not reach the loss beside a teacher: leave it out, or [distill]")
-        if algorithm is not None and distill is not None and algorithm.entropy_guard != "none":
-            raise ValueError(
-                f"algorithm.entropy_guard = {algorithm.entropy_guard!r} ranks tokens by the rewards' advantages, which a teacher changes: "
-                "set entropy_guard = 'none', or leave [distill] out"
+        self._distiller: Distiller | None = None
+        if algorithm is not None and distill is not None:
+            self._distiller = build_distiller(
+                distill, algorithm, model, student=self.model, temperature=temperature, chunk=self._chunk, master_dtype=master_dtype, world=world, device=self.device
             )
-        self._distiller = None if algorithm is None or distill is None else self._with_teacher(algorithm, distill, master_dtype)
         self._optimizer = Optimizer(self.model, trainer, total_steps)
         self._critic: Critic | None = None
         if critic is not None:
@@ -251,20 +248,6 @@ class FSDPBackend:
         """Wait for a checkpoint that is being written, and end the writer."""
         self._writer.close()
 
-    def _with_teacher(self, algorithm: AlgorithmConfig, distill: DistillConfig, master_dtype: torch.dtype) -> Distiller:
-        config = self._config.model_copy(update={"path": distill.teacher, "true_on_policy": False})
-        teacher = build_model(config, master_dtype=master_dtype, world=self.world, device=self.device, checkpointing=False).requires_grad_(False)
-        return Distiller(
-            distill,
-            algorithm,
-            student=self.model,
-            teacher=teacher,
-            temperature=self._temperature,
-            chunk=self._chunk,
-            device=self.device,
-            dtype=compute_dtype_of(config, master_dtype),
-        )
-
     def _begin_pairs(self, samples: Sequence[Sample]) -> tuple[PairLoss, list[Row], dict[str, float]]:
         """The objective, ready for these rows of `samples`, and what it says of the batch beforehand. Collective."""
         objective = self._pairs
@@ -303,10 +286,10 @@ class FSDPBackend:
         objective = self._objective
         assert objective is not None
         if self._distiller is not None:
-            logprobs_N, entropy_N, divergence_N = self._distiller.forward(row)
-            tokens = tokens_of(row, logprobs_N, entropy_N, recompute=objective.recompute)
+            compared = self._distiller.forward(row)
+            tokens = tokens_of(row, compared.logprobs_N, compared.entropy_N, recompute=objective.recompute)
             meters.mismatch(tokens)
-            return self._distiller.loss(tokens, divergence_N, counts)
+            return self._distiller.loss(tokens, compared, counts)
         loss, by_token = partial(objective.loss, counts=counts, meters=meters), registry.is_by_token(objective.config)
         return self._policy.loss(row, loss, self._temperature, entropy=True, entropy_gradient=objective.config.entropy_coef != 0, by_token=by_token)
 

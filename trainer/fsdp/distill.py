@@ -1,7 +1,8 @@
 """Distillation: what a frozen teacher makes of the student's tokens, and the loss that pulls the student towards it.
 
     sampled                     the teacher scores the sampled tokens; log teacher - log student joins their advantages in the policy loss
-    forward, reverse, jensen    loss = divergence over the whole vocabulary + policy loss
+    forward, reverse, jensen    loss = divergence + policy loss: over the whole vocabulary with a teacher beside the student, over its
+                                likeliest tokens and one outcome for all others with one in an engine
 
 The policy loss is that of `[algorithm]`, with the rewards' advantages times `policy_weight`.
 """
@@ -9,7 +10,7 @@ The policy loss is that of `[algorithm]`, with the rewards' advantages times `po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,24 +24,44 @@ from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Counts, LossOutput, Tokens, masked
 from algorithms.distillation.config import DistillConfig
 from algorithms.distillation.full import full_divergence
-from algorithms.distillation.sampled import sampled_advantages
-from miles.core.model.compare import compare
+from algorithms.distillation.sampled import sampled_advantages, span_advantages
+from algorithms.distillation.top_k import top_k_divergence
+from miles.core.model.compare import Measure, compare
+from miles.core.model.config import ModelConfig
 from miles.core.model.packed import output_head, through_head
-from miles.core.model.scoring import score
-from trainer.fsdp.model import reshard
+from miles.core.model.scoring import scaled_logits, score
+from trainer.fsdp.model import build_model, compute_dtype_of, reshard
 from trainer.fsdp.scoring import Row, Scorer
+from trainer.fsdp.taught import TaughtRow, taught_row
 
-Scores = tuple[Tensor, Tensor | None, Tensor]
-"""The student's log-probs [N] and entropies [N], and the divergence from the teacher [N], 0 at places that are not trained."""
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A row's N response tokens under the student, beside the teacher; 0 at places that are not trained.
+
+    Attributes:
+        logprobs_N, entropy_N: the student's.
+        divergence_N: each token's part of what is reported, and differentiated unless there are advantages.
+        advantages_N: what the teacher adds to the rewards' advantages, or None.
+        alone_N: bool, trained tokens that no span of the teacher's text covers; None where every one is compared.
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor | None
+    divergence_N: Tensor
+    advantages_N: Tensor | None = None
+    alone_N: Tensor | None = None
 
 
 class Distiller:
-    """The teacher beside the student, both seen one row at a time.
+    """The student beside its teacher, one row at a time.
 
     Args:
-        student, teacher: models from `build_model`; the teacher is never trained.
+        student, teacher: models from `build_model`; the teacher is never trained, and None where it runs in an engine.
         temperature: at which both are compared, the sampling temperature.
         dtype: in which both compute.
+    Raises:
+        ValueError: an option of `algorithm` that has no meaning beside a teacher.
     """
 
     def __init__(
@@ -49,69 +70,138 @@ class Distiller:
         algorithm: AlgorithmConfig,
         *,
         student: PreTrainedModel,
-        teacher: PreTrainedModel,
+        teacher: PreTrainedModel | None,
         temperature: float,
         chunk: int,
         device: torch.device,
         dtype: torch.dtype,
     ):
+        _check(algorithm)
         self._config, self._algorithm, self._policy_loss = config, algorithm, registry.loss(algorithm)
         self._student, self._teacher = student, teacher
-        self._student_scorer, self._teacher_scorer = Scorer(student, chunk, device), Scorer(teacher, chunk, device)
-        self._temperature, self._chunk = temperature, chunk
+        self._student_scorer = Scorer(student, chunk, device)
+        self._teacher_scorer = None if teacher is None else Scorer(teacher, chunk, device)
+        self._temperature, self._chunk, self._device = temperature, chunk, device
         self._policy_learns = config.divergence == "sampled" or config.policy_weight > 0 or algorithm.kl_coef > 0 or algorithm.entropy_coef != 0
-        # The student's head needs it whole, at a moment when the teacher's own hooks do not run.
-        weight = output_head(teacher).weight.detach()
-        self._teacher_head_VE = (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(dtype)
+        if teacher is not None:
+            # The student's head needs it whole, at a moment when the teacher's own hooks do not run.
+            weight = output_head(teacher).weight.detach()
+            self._teacher_head_VE = (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(dtype)
 
-    def forward(self, row: Row) -> Scores:
+    def forward(self, row: Row) -> Compared:
         """With the student's graph. Collective."""
-        entropy_gradient = self._algorithm.entropy_coef != 0
-        if self._config.divergence != "sampled":
-            return self._over_vocabulary(row, entropy_gradient)
-        teacher_N = self._teacher_scorer.score(row, self._temperature)
-        logprobs_N, entropy_N = self._student_scorer.forward(row, self._temperature, True, entropy_gradient)
-        return logprobs_N, entropy_N, masked(-sampled_advantages(logprobs_N, teacher_N), row.mask_N)
+        taught = taught_row(row, self._device)
+        return self._sampled(row, taught) if self._config.divergence == "sampled" else self._over_vocabulary(row, taught)
 
-    def loss(self, tokens: Tokens, divergence_N: Tensor, counts: Counts) -> LossOutput:
-        """A row's share of the step's loss. Sums: the policy loss's, and distill/kl."""
+    def loss(self, tokens: Tokens, compared: Compared, counts: Counts) -> LossOutput:
+        """A row's share of the step's loss. Sums: the policy loss's, distill/kl, and distill/uncompared where text is compared by spans."""
         advantages_N = self._config.policy_weight * tokens.advantages_N
-        sampled = self._config.divergence == "sampled"
-        if sampled:
-            advantages_N = advantages_N - divergence_N
+        if compared.advantages_N is not None:
+            advantages_N = advantages_N + compared.advantages_N
         out = self._policy_loss(replace(tokens, advantages_N=advantages_N), counts)
-        loss = out.loss if sampled else out.loss + aggregate(divergence_N, tokens, counts, self._algorithm.aggregation)
-        return LossOutput(loss=loss, sums=out.sums | {"distill/kl": divergence_N.detach().sum()})
+        loss = out.loss
+        if compared.advantages_N is None:
+            loss = loss + aggregate(compared.divergence_N, tokens, counts, self._algorithm.aggregation)
+        sums = {"distill/kl": compared.divergence_N.detach().sum()}
+        if compared.alone_N is not None:
+            sums["distill/uncompared"] = compared.alone_N.sum()
+        return LossOutput(loss=loss, sums=out.sums | sums)
 
     def total(self, rows: Sequence[Row]) -> Tensor:
         """The divergence summed over the trained tokens of `rows`, a float64 scalar without a graph. Collective."""
         with torch.no_grad():
-            total = sum((self.forward(row)[2].double().sum() for row in rows), torch.zeros((), dtype=torch.float64, device=self._teacher_head_VE.device))
+            total = sum((self.forward(row).divergence_N.double().sum() for row in rows), torch.zeros((), dtype=torch.float64, device=self._device))
         reshard(self._student)
         return total
 
-    def _over_vocabulary(self, row: Row, entropy_gradient: bool) -> Scores:
+    def _sampled(self, row: Row, taught: TaughtRow | None) -> Compared:
+        teacher_Q = None if taught is None else taught.logprobs_Q
+        if teacher_Q is None:
+            assert self._teacher_scorer is not None, "the driver asks an engine before it calls the trainer"
+            reading = row if taught is None or taught.reading is None else taught.reading
+            teacher_Q = self._teacher_scorer.score(reading, self._temperature)
+        logprobs_N, entropy_N = self._student_scorer.forward(row, self._temperature, True, self._algorithm.entropy_coef != 0)
+        if taught is None or taught.spans is None:
+            advantages_N = masked(sampled_advantages(logprobs_N, teacher_Q), row.mask_N)
+            return Compared(logprobs_N=logprobs_N, entropy_N=entropy_N, divergence_N=-advantages_N, advantages_N=advantages_N)
+        advantages_N, share_N = span_advantages(logprobs_N, teacher_Q, taught.spans)
+        alone_N = row.mask_N & (taught.spans.span_N < 0)
+        return Compared(logprobs_N=logprobs_N, entropy_N=entropy_N, divergence_N=-share_N, advantages_N=advantages_N, alone_N=alone_N)
+
+    def _over_vocabulary(self, row: Row, taught: TaughtRow | None) -> Compared:
         """Only the trained tokens are compared: others cost no logits, and nothing of theirs can reach the loss."""
-        where = row.tokens_T, row.positions_T, row.sequence_T
-        trained_M = row.mask_N.nonzero().squeeze(1)
-        with torch.no_grad():
-            teacher_ME = through_head(self._teacher, *where, row.scored_N[trained_M] - 1, lambda hidden_ME, _: hidden_ME.clone())
-        reshard(self._teacher)
-        targets_N = row.tokens_T[row.scored_N]
+        trained_M, targets_N = row.mask_N.nonzero().squeeze(1), row.tokens_T[row.scored_N]
+        measure, beside_M = self._beside(row, taught, trained_M)
         linear = getattr(self._student, "batch_invariant_linear", plain_linear)
+        entropy_gradient = self._algorithm.entropy_coef != 0
 
         def scored(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
             with torch.set_grad_enabled(torch.is_grad_enabled() and self._policy_learns):
                 policy = score(hidden_ND, weight_VD, targets_N, self._temperature, self._chunk, True, linear, entropy_gradient)
-            compared_M = compare(hidden_ND[trained_M], weight_VD, teacher_ME, self._teacher_head_VE, self._measure, self._temperature, self._chunk)
+            compared_M = compare(hidden_ND[trained_M], weight_VD, measure, beside_M, self._temperature, self._chunk)
             divergence_N = compared_M.new_zeros(len(hidden_ND)).index_put((trained_M,), compared_M)
             assert policy[1] is not None
             return torch.stack((policy[0], policy[1], divergence_N))
 
+        where = row.tokens_T, row.positions_T, row.sequence_T
         logprobs_N, entropy_N, divergence_N = through_head(self._student, *where, row.scored_N - 1, scored)
-        return logprobs_N, entropy_N if entropy_gradient else entropy_N.detach(), divergence_N
+        return Compared(logprobs_N=logprobs_N, entropy_N=entropy_N if entropy_gradient else entropy_N.detach(), divergence_N=divergence_N)
 
-    def _measure(self, student_CV: Tensor, teacher_CV: Tensor) -> Tensor:
-        kind = self._config.divergence
+    def _beside(self, row: Row, taught: TaughtRow | None, trained_M: Tensor) -> tuple[Measure, list[Tensor]]:
+        """How the student's logits are measured, and what of the teacher stands beside each trained token for it."""
+        kind, beta = self._config.divergence, self._config.beta
         assert kind != "sampled"
-        return full_divergence(student_CV, teacher_CV, kind, self._config.beta)
+        if self._teacher is None:
+            assert taught is not None, "the driver asks an engine before it calls the trainer"
+            assert taught.top_ids_NK is not None
+            assert taught.top_logprobs_NK is not None
+            top = [taught.top_ids_NK[trained_M], taught.top_logprobs_NK[trained_M]]
+            return lambda student_CV, ids_CK, told_CK: top_k_divergence(student_CV, ids_CK, told_CK, kind, beta), top
+        with torch.no_grad():
+            where = row.tokens_T, row.positions_T, row.sequence_T, row.scored_N[trained_M] - 1
+            teacher_ME = through_head(self._teacher, *where, lambda hidden_ME, _: hidden_ME.clone())
+        reshard(self._teacher)
+
+        def measure(student_CV: Tensor, teacher_CE: Tensor) -> Tensor:
+            return full_divergence(student_CV, scaled_logits(teacher_CE, self._teacher_head_VE, self._temperature, plain_linear), kind, beta)
+
+        return measure, [teacher_ME]
+
+
+def build_distiller(
+    config: DistillConfig,
+    algorithm: AlgorithmConfig,
+    model: ModelConfig,
+    *,
+    student: PreTrainedModel,
+    temperature: float,
+    chunk: int,
+    master_dtype: torch.dtype,
+    world: int,
+    device: torch.device,
+) -> Distiller:
+    """`model` is the student's section; a teacher in the trainer is loaded with its dtype. Collective."""
+    teacher_model = model.model_copy(update={"path": config.teacher, "true_on_policy": False})
+    teacher = None
+    if config.place == "trainer":
+        teacher = build_model(teacher_model, master_dtype=master_dtype, world=world, device=device, checkpointing=False).requires_grad_(False)
+    return Distiller(
+        config,
+        algorithm,
+        student=student,
+        teacher=teacher,
+        temperature=temperature,
+        chunk=chunk,
+        device=device,
+        dtype=compute_dtype_of(teacher_model, master_dtype),
+    )
+
+
+def _check(algorithm: AlgorithmConfig) -> None:
+    if algorithm.kl_target is not None:
+        raise ValueError(f"algorithm.kl_target = {algorithm.kl_target} does not reach the loss beside a teacher: leave it out, or [distill]")
+    if algorithm.entropy_guard != "none":
+        raise ValueError(
+            f"algorithm.entropy_guard = {algorithm.entropy_guard!r} ranks tokens by the rewards' advantages, which a teacher changes: "
+            "set entropy_guard = 'none', or leave [distill] out"
+        )

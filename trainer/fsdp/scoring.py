@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from algorithms.contracts import LossOutput
 from miles.core.model.fused_loss import even_parts, whole_parts
 from miles.core.model.packed import packed_logprobs, packed_loss
+from miles.data.taught import Taught
 from trainer.fsdp.model import reshard
 from trainer.fsdp.share import MicroBatch
 from trainer.split_forward.executor import Executor, SplitPass
@@ -46,6 +47,7 @@ class Row:
     values_N: Tensor | None = None
     returns_N: Tensor | None = None
     split: SplitPass | None = None
+    taught: tuple[Taught | None, ...] = ()
 
     def part(self, tokens: slice, sequences: slice) -> Row:
         """What a loss reads, of these response tokens alone, which lie in these sequences; `tokens_T` and its like stay whole."""
@@ -89,6 +91,7 @@ def row_of(micro: MicroBatch, advantages: Sequence[Tensor] | None, device: torch
         num_sequences=packed.num_sequences,
         sequence_length_S=moved(trained_S),
         split=micro.split,
+        taught=micro.taught,
         response_length_S=tuple(packed.response_length_S.tolist()),
     )
 

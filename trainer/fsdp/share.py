@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from miles.data.packing import Packed, microbatches, pack, partition
+from miles.data.taught import Taught, nothing
 from miles.data.types import Sample, Status
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ class MicroBatch:
     """One packed row. `indices` are the samples' places in the batch; empty for a dummy row that trains nothing.
 
     `split`: the pass of a plan that computes it, where common tokens are computed once.
+    `taught`: what a teacher says of each sequence, a dummy's too.
     """
 
     packed: Packed
     indices: tuple[int, ...]
     split: SplitPass | None = None
+    taught: tuple[Taught | None, ...] = ()
 
 
 def share(samples: Sequence[Sample], indices: Sequence[int], *, rank: int, world: int, max_tokens: int, together: int = 1) -> list[MicroBatch]:
@@ -40,8 +43,9 @@ def share(samples: Sequence[Sample], indices: Sequence[int], *, rank: int, world
         rows = microbatches([lengths[p] for p in part], max_tokens)
         plans.append([[i for place in row for i in units[part[place]]] for row in rows])
     count = max(len(plan) for plan in plans)
-    mine = [MicroBatch(packed=pack([samples[i] for i in row]), indices=tuple(row)) for row in plans[rank]]
-    return mine + [MicroBatch(packed=pack([DUMMY]), indices=())] * (count - len(mine))
+    mine = [MicroBatch(packed=pack([samples[i] for i in row]), indices=tuple(row), taught=tuple(samples[i].taught for i in row)) for row in plans[rank]]
+    missing = count - len(mine)
+    return mine + [MicroBatch(packed=pack([DUMMY]), indices=(), taught=(nothing(samples[indices[0]].taught),)) for _ in range(missing)]
 
 
 DUMMY = Sample(
