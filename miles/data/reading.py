@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Reader:
     """Reads samples of one tokenizer in the tokens of another.
 
-    Not compared are tokens behind bytes that are no text (a character cut off at the end, say), spans with a character that the teacher
-    does not know, and spans with a token that is not trained.
+    Not compared are tokens behind bytes that are no text (a character cut off at the end, say), and spans with a token that is not trained. A
+    character that the teacher does not know is its unknown token, which it expects as little: left out, it would be a way around the teacher.
 
     Args:
         ends: ids that end the student's turn; they stand for the token that ends the teacher's.
@@ -37,7 +37,6 @@ class Reader:
         self._pieces = Pieces(student)
         self._teacher, self._core = teacher, _untrimmed(teacher)
         self._ends, self._context = frozenset(ends), context
-        self._unknown = teacher.unk_token_id
         self._end = end_of_turn(teacher)
 
     def read(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reading]:
@@ -59,7 +58,7 @@ class Reader:
         tokens = np.concatenate([before, ids])[: self._context]
         prompt_length = min(len(before), len(tokens))
         fits = np.arange(len(span_Q)) < len(tokens) - prompt_length
-        dropped = np.concatenate([span_R[~sample.loss_mask], span_Q[~fits], span_Q[ids == self._unknown]])
+        dropped = np.concatenate([span_R[~sample.loss_mask], span_Q[~fits]])
         span_R, span_Q = (np.where(np.isin(span, dropped), np.int32(-1), span) for span in (span_R, span_Q))
         return Reading(tokens=tokens, prompt_length=prompt_length, span_R=span_R, span_Q=span_Q[fits])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,6 +36,7 @@ class TorchScorer:
         self._model = load_model(model.path, getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code).requires_grad_(False)
         self._temperature, self._context = temperature, longest_sequence(model)
         self._head = output_head(self._model)
+        self._lock = threading.Lock()  # the output head is exchanged for the length of a forward
 
     async def start(self) -> None:
         pass
@@ -50,7 +52,8 @@ class TorchScorer:
     def _score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
         results: dict[int, Scored] = {}
         for row in microbatches([len(request.tokens) for request in requests], _ROW_TOKENS):
-            results |= dict(zip(row, self._row([requests[i] for i in row]), strict=True))
+            with self._lock:
+                results |= dict(zip(row, self._row([requests[i] for i in row]), strict=True))
         return [results[i] for i in range(len(requests))]
 
     @torch.inference_mode()

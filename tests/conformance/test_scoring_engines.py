@@ -98,6 +98,17 @@ def test_many_at_once_keep_their_order(scorer: ScoringEngine) -> None:
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
 
 
+def test_calls_at_the_same_time_do_not_disturb_each_other(scorer: ScoringEngine) -> None:
+    requests = [asked(200 + i, 3, seed=i) for i in range(16)]
+    together = asyncio.run(all_at_once(scorer, requests))
+    for request, found in zip(requests, together, strict=True):
+        np.testing.assert_allclose(found.logprobs, score(scorer, request)[0].logprobs, atol=TOLERANCE)
+
+
+async def all_at_once(scorer: ScoringEngine, requests: list[ScoreRequest]) -> list[Scored]:
+    return [found for (found,) in await asyncio.gather(*(scorer.score([request]) for request in requests))]
+
+
 def test_the_torch_engine_scores_at_the_sampling_temperature(tiny_model: Path) -> None:
     from rollout.engines.torch_scorer import TorchScorer
 

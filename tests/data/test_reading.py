@@ -125,12 +125,12 @@ def test_an_end_behind_bytes_that_are_no_text_is_not_compared(bpe: Any) -> None:
     assert len(reading.span_Q) == 0
 
 
-def test_a_character_that_the_teacher_does_not_know_is_not_compared(bpe: Any) -> None:
+def test_a_character_that_the_teacher_does_not_know_is_its_unknown_token(bpe: Any) -> None:
     teacher = character_tokenizer("abcdefgh", 64)
     prompt, response = prompt_of(bpe), [*ids(bpe, "a"), *ids(bpe, "é"), *ids(bpe, "b")]
     (reading,) = Reader(bpe, teacher, ends=[], context=512).read(prompt, [sample_of(prompt, response, Status.TRUNCATED)])
-    assert (reading.span_R[0] >= 0, reading.span_R[-1] >= 0) == (True, True)
-    assert (reading.span_R[1:-1] == -1).all()
+    assert reading.span_R.tolist() == [0, 1, 1, 2]
+    assert teacher.convert_ids_to_tokens(reading.tokens[reading.prompt_length :].tolist()) == ["a", "<|unk|>", "b"]
 
 
 def test_a_span_with_a_token_that_is_not_trained_is_not_compared(characters: Any, bpe: Any) -> None:

@@ -19,7 +19,7 @@ from rollout.teacher import engines
 from rollout.teacher.actor import TeacherActor, TeacherSpec
 from rollout.teacher.engines import TeacherEngines
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("ray_cluster")]  # the gate has such a death in tests/run/test_distill_engines.py
 
 
 def requests(count: int) -> list[ScoreRequest]:
