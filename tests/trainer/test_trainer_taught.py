@@ -47,13 +47,6 @@ def one() -> Iterator[None]:
     yield from single_rank()
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
 def step(rank: int, world: int, paths: tuple[Path, Path], groups: list[Group], distill: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
     backend = make_backend(paths[0], rank=rank, world=world, distill={"teacher": str(paths[1]), "beta": BETA} | distill, **options)
     metrics = backend.step_rl(groups).metrics
@@ -235,8 +228,8 @@ def on_two(rank: int, world: int, paths: tuple[Path, Path], few: bool) -> dict[s
 
 
 @pytest.mark.parametrize("few", [False, True])
-def test_two_ranks_give_the_gradient_of_one(paths: tuple[Path, Path], two: Pool, few: bool) -> None:
-    one, both = on_two(0, 1, paths, few), two.run(on_two, paths, few)
+def test_two_ranks_give_the_gradient_of_one(paths: tuple[Path, Path], two_ranks: Pool, few: bool) -> None:
+    one, both = on_two(0, 1, paths, few), two_ranks.run(on_two, paths, few)
     for name, (metrics, gradient) in one.items():
         assert both[0][name][0]["distill/kl"] == pytest.approx(metrics["distill/kl"], rel=EXACT)
         assert both[1][name][0]["distill/kl"] == pytest.approx(metrics["distill/kl"], rel=EXACT)
