@@ -98,7 +98,15 @@ class FSDPBackend:
         self._distiller: Distiller | None = None
         if algorithm is not None and distill is not None:
             self._distiller = build_distiller(
-                distill, algorithm, model, student=self.model, temperature=temperature, chunk=self._chunk, master_dtype=master_dtype, world=world, device=self.device
+                distill,
+                algorithm,
+                model,
+                student=self.model,
+                temperature=temperature,
+                chunk=self._chunk,
+                master_dtype=master_dtype,
+                world=world,
+                device=self.device,
             )
         self._optimizer = Optimizer(self.model, trainer, total_steps)
         self._critic: Critic | None = None
