@@ -14,6 +14,8 @@ def contiguous_parts(alone: Sequence[float], after: Sequence[float], parts: int)
     """
 
     count = len(alone)
+    if parts == 1:
+        return [range(count)]
     behind = [0.0, *accumulate(after)]
     # The cost of start..stop is overhead[start] + behind[stop].
     overhead = [alone[i] - behind[i + 1] for i in range(count)]

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from miles.core.planning.hardware import HardwareSpec
 from miles.core.planning.plan import Pass, Plan, Prediction, Segment, Step
 from miles.core.planning.workload import Workload
@@ -23,7 +21,7 @@ from trainer.split_forward.tree import Node, Tokens, build_tree, common_length, 
 if TYPE_CHECKING:
     from trainer.split_forward.saved import SavedBytes
 
-THRESHOLDS = (1, 16, 128, 1024)
+THRESHOLDS = (1, 32, 512)
 """Tokens that a shared segment must save to be one: what is tried. A deep tree of short segments costs more passes than it saves tokens."""
 
 
@@ -173,6 +171,6 @@ class _Builder:
         return self._ends[sample]
 
     def _add(self, sample: int, start: int, stop: int, parent: int, scored_from: int, count: int) -> int:
-        scored_from = int(np.clip(scored_from, start, stop))
+        scored_from = min(max(scored_from, start), stop)
         self.segments.append(Segment(sample=sample, start=start, stop=stop, parent=None if parent < 0 else parent, scored_from=scored_from, count=count))
         return len(self.segments) - 1
