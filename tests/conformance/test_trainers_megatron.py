@@ -357,7 +357,7 @@ def scores_of_a_rank(rank: int, world: int, hidden_ND: Any, weight_VD: Any, targ
     from trainer.megatron.mesh import open_mesh
     from trainer.megatron.scoring import score_parallel
 
-    mesh = open_mesh(Layout(tensor=2), rank)
+    mesh = open_mesh(Layout(tensor=2), rank, 60.0)
     padded_VD = torch.full((128, 8), 9.0, dtype=torch.float64)
     padded_VD[:70] = weight_VD
     own_WD = padded_VD[rank * 64 : (rank + 1) * 64].clone().requires_grad_()
@@ -367,3 +367,17 @@ def scores_of_a_rank(rank: int, world: int, hidden_ND: Any, weight_VD: Any, targ
     assert entropy_N is not None
     (logprobs_N.cos() + entropy_N.sin()).sum().backward()
     return [t.detach().numpy() for t in (logprobs_N, entropy_N, hidden_ND.grad, own_WD.grad)]
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_recipe_says(two: Pool) -> None:
+    assert two.run(patience)[0] == {75.0}
+
+
+def patience(rank: int, world: int) -> set[float]:
+    """Seconds, of every group of a mesh."""
+    from trainer.megatron.layout import Layout
+    from trainer.megatron.mesh import open_mesh
+
+    mesh = open_mesh(Layout(pipeline=2), rank, 75.0)
+    groups = (mesh.everyone, mesh.tensor, mesh.data, mesh.pipeline)
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}

@@ -90,7 +90,7 @@ class MegatronBackend:
         layout = layout_of(trainer)
         self.architecture.check(layout)
         assert layout.ranks == world, (layout, world)
-        self.mesh = open_mesh(layout, rank)
+        self.mesh = open_mesh(layout, rank, trainer.timeout_s)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else master_dtype
         self._parts = parts(self.architecture, layout, rank)
         self._source = Source(model.path, shapes(self.architecture))

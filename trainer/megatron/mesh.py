@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,11 @@ class Mesh:
         return self.scores and self.place.tensor == 0
 
 
-def open_mesh(layout: Layout, rank: int) -> Mesh:
-    """Collective over the default process group. Groups of a mesh opened before in this process are closed."""
+def open_mesh(layout: Layout, rank: int, timeout_s: float) -> Mesh:
+    """Collective over the default process group. Groups of a mesh opened before in this process are closed.
+
+    A rank waits `timeout_s` seconds for the others in each of its groups: torch gives a new one half an hour, whatever the default group has.
+    """
     cpu.redirect()
     from megatron.core import parallel_state
 
@@ -48,13 +52,14 @@ def open_mesh(layout: Layout, rank: int) -> Mesh:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=True,
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
     )
     place = layout.place(rank)
     mesh = Mesh(
         layout=layout,
         rank=rank,
         place=place,
-        everyone=dist.new_group(),
+        everyone=dist.new_group(timeout=timedelta(seconds=timeout_s)),
         tensor=parallel_state.get_tensor_model_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
