@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from miles.core.checkpoint.store import CheckpointError
-from miles.data.types import Group
+from miles.data.types import Group, Status
 from tests.critic_cases import plain_ppo, ppo_groups, ppo_step, reward_model
 from tests.trainer_cases import make_backend, make_group, make_sample, mixed_groups, relative_difference, single_rank, small_model, weights
 from trainer.fsdp.backend import FSDPBackend
@@ -136,7 +136,11 @@ def all_unknown() -> list[Group]:
     return [make_group(0, [make_sample(0, i, 3, 4) for i in range(2)])]
 
 
-@pytest.mark.parametrize("groups", [all_masked(), all_unknown()])
+def all_failed() -> list[Group]:
+    return [make_group(0, [replace(make_sample(0, i, 3, 4, reward=float(i)), status=Status.FAILED) for i in range(2)])]
+
+
+@pytest.mark.parametrize("groups", [all_masked(), all_unknown(), all_failed()])
 def test_a_batch_that_teaches_nothing_moves_nothing(model: Path, critic: Path, groups: list[Group]) -> None:
     backend = ppo_backend(model, {"path": str(critic)})
     policy, value = weights(backend), critic_weights(backend)

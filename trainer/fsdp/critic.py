@@ -62,7 +62,7 @@ class Critic:
         if returns_N is None:
             raise ValueError("algorithm.advantages gives the critic no returns to learn: leave [critic] out, or return TokenAdvantages with returns_N")
         values, returns = values_N.split(batch.lengths), returns_N.split(batch.lengths)
-        meters, updates, everything = Meters(rows[0][0].tokens_T.device), list[Update](), 0
+        meters, updates, everything = Meters(self.model.device), list[Update](), 0
         for places, micros, update in zip(batch.updates, shares, rows, strict=True):
             for micro, row in zip(micros, update, strict=True):
                 row.values_N, row.returns_N = own_part(micro, values, meters.device), own_part(micro, returns, meters.device)
