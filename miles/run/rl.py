@@ -4,7 +4,8 @@
 
 `max_staleness` is how many weight versions may pass between a group's oldest token and the update that trains on it. At 0 the loop is
 synchronous and on-policy: the engines answer batch v at version v while the trainer waits. At 1 they already answer batch v+1 while
-the trainer trains batch v. The step that turns version v into v+1 is recorded at v+1 on the tracker's axis; 0 is the untrained policy.
+the trainer trains batch v; at k they are up to k batches ahead, and a group that grew older than k is generated again. The step that
+turns version v into v+1 is recorded at v+1 on the tracker's axis; 0 is the untrained policy.
 
 On-policy distillation is this loop too: a `DistillRecipe` brings a teacher into the trainer's step, or asks one in an engine when a batch is
 taken, and may do without rewards.
