@@ -167,8 +167,8 @@ def test_logprobs_are_those_of_a_plain_forward(model: Path, two: Pool, layout: s
         np.testing.assert_allclose(np.concatenate(found), expected, atol=5e-6)
 
 
-def logprobs_of(rank: int, world: int, path: Path, samples: list[Sample], trainer: dict[str, Any]) -> list[list[float]]:
-    return megatron(path, rank, world, trainer, dtype=torch.float32).logprobs(samples)
+def logprobs_of(rank: int, world: int, path: Path, samples: list[Sample], trainer: dict[str, Any], temperature: float = 1.0) -> list[list[float]]:
+    return megatron(path, rank, world, trainer, dtype=torch.float32, temperature=temperature).logprobs(samples)
 
 
 TRAINED = {"lr": 1e-2, "clip_norm": 0.5, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 1, "max_tokens_per_microbatch": 24}
@@ -381,3 +381,8 @@ def patience(rank: int, world: int) -> set[float]:
     mesh = open_mesh(Layout(pipeline=2), rank, 75.0)
     groups = (mesh.everyone, mesh.tensor, mesh.data, mesh.pipeline)
     return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
+def test_a_temperature_at_which_nothing_can_be_scored_is_refused(model: Path, two: Pool) -> None:
+    with pytest.raises(RuntimeError, match="temperature = 0.0 cannot be scored"):
+        two.run(logprobs_of, model, [mixed_groups()[0].samples[0]], TENSOR, 0.0)

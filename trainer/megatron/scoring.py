@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from miles.core.model.scoring import scaled_logits
+from miles.core.model.scoring import check_temperature, chunks, scaled_logits
 from trainer.megatron.mesh import Mesh, summed
 
 
@@ -31,7 +31,10 @@ def score_parallel(
 
     Args:
         weight_WD: this rank's W rows of the output projection; rows from `vocabulary` on are padding and no token's.
+    Raises:
+        ValueError: the temperature is not positive.
     """
+    check_temperature(temperature)
     first = mesh.place.tensor * len(weight_WD)
     own = max(0, min(len(weight_WD), vocabulary - first))
     arguments = (hidden_ND, weight_WD, targets_N, first, own, temperature, chunk, entropy, entropy and entropy_gradient, mesh.tensor)
@@ -58,7 +61,7 @@ class _ScoreParallel(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         logprobs_N, normalizer_N, entropy_N = (hidden_ND.new_empty(len(hidden_ND), dtype=dtype) for _ in range(3))
-        for rows in _chunks(len(hidden_ND), chunk):
+        for rows in chunks(len(hidden_ND), chunk):
             logits_CV = scaled_logits(hidden_ND[rows], weight_WD[:own], temperature, torch.nn.functional.linear)
             top_C = logits_CV.amax(-1) if own else logits_CV.new_full((len(logits_CV),), -torch.inf)
             if group.size() > 1:
@@ -87,7 +90,7 @@ class _ScoreParallel(torch.autograd.Function):
         grad_hidden_ND = torch.zeros_like(hidden_ND)
         grad_weight_WD = torch.zeros_like(weight_WD, dtype=normalizer_N.dtype)
         weight_VD = weight_WD[: ctx.own]
-        for rows in _chunks(len(hidden_ND), ctx.chunk) if ctx.own else []:
+        for rows in chunks(len(hidden_ND), ctx.chunk) if ctx.own else []:
             logprobs_CV = scaled_logits(hidden_ND[rows], weight_VD, ctx.temperature, torch.nn.functional.linear) - normalizer_N[rows, None]
             softmax_CV = logprobs_CV.exp()
             factor_C = grad_logprobs_N[rows]
@@ -107,7 +110,3 @@ def _local(targets_C: Tensor, first: int, own: int) -> tuple[Tensor, Tensor]:
     columns_C = targets_C - first
     has_C = (columns_C >= 0) & (columns_C < own)
     return columns_C.where(has_C, 0)[:, None], has_C
-
-
-def _chunks(count: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, count, chunk)]
