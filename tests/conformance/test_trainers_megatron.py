@@ -384,5 +384,5 @@ def patience(rank: int, world: int) -> set[float]:
 
 
 def test_a_temperature_at_which_nothing_can_be_scored_is_refused(model: Path, two: Pool) -> None:
-    with pytest.raises(RuntimeError, match="temperature = 0.0 cannot be scored"):
+    with pytest.raises(RuntimeError, match=r"temperature = 0\.0 cannot be scored"):
         two.run(logprobs_of, model, [mixed_groups()[0].samples[0]], TENSOR, 0.0)
