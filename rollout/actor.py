@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from miles.core.environment import worker_environment
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import tokenizer_of
 from miles.data.types import Group, Prompt, Sample, Status
 from rollout.config import RewardConfig, RolloutConfig
@@ -52,6 +52,7 @@ class RolloutSpec:
     reward: RewardConfig
     log_folder: str
     name: str
+    lora: LoraConfig | None = None
 
 
 class RolloutActor:
@@ -138,7 +139,7 @@ def _build_engine(spec: RolloutSpec) -> Engine:
     if spec.rollout.engine == "torch":
         from rollout.engines.torch_engine import TorchEngine
 
-        return TorchEngine(spec.model, max_running=spec.rollout.max_running, threads=spec.rollout.threads)
+        return TorchEngine(spec.model, max_running=spec.rollout.max_running, threads=spec.rollout.threads, lora=spec.lora)
     from rollout.engines.sglang_engine import SGLangEngine
 
     return SGLangEngine(spec.model, spec.rollout, log_folder=Path(spec.log_folder))

@@ -47,10 +47,12 @@ FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/conformance/test_trainers_megatron.py",
     "tests/conformance/test_weight_sync.py",
     "tests/conformance/test_weight_sync_faults.py",
+    "tests/conformance/test_weight_sync_lora.py",
     "tests/trainer/split_forward/test_sharing_ranks.py",
     "tests/trainer/test_parts_of_a_row.py",
     "tests/trainer/test_penalty_and_guard.py",
     "tests/trainer/test_trainer_distill.py",
+    "tests/trainer/test_trainer_lora.py",
     "tests/trainer/test_trainer_taught.py",
     "tests/trainer/test_trainer_pairs.py",
 }

@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from algorithms.config import AlgorithmConfig
 from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PairConfig
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Group, Prompt, Sample, Status
 from trainer.actor import backend_class
@@ -112,6 +112,7 @@ def make_backend(
     dtype: torch.dtype = torch.float64,
     pairs: PairConfig | None = None,
     critic: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
 ) -> Any:
     """A backend, FSDP2's unless `trainer` names another, that never clips, in float64 unless told otherwise."""
     if dtype == torch.float64:
@@ -134,6 +135,7 @@ def make_backend(
         pairs=pairs,
         distill=DistillConfig(**distill) if distill else None,
         critic=None if critic is None else CriticConfig(**({"lr": 1e-3, "clip_norm": float("inf")} | critic)),
+        lora=None if lora is None else LoraConfig(**lora),
     )
 
 

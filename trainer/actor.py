@@ -16,7 +16,7 @@ from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PairConfig
 from miles.core.checkpoint.config import CheckpointConfig
 from miles.core.environment import worker_environment
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
@@ -88,7 +88,7 @@ class TrainerGroup:
     """The trainer as the driver sees it. Every method runs on all ranks and returns rank 0's result.
 
     Args:
-        temperature, max_new_tokens, seed, total_steps, distill, pairs, critic: as in `FSDPBackend`; `total_steps` counts optimizer steps.
+        temperature, max_new_tokens, seed, total_steps, distill, pairs, critic, lora: as in `FSDPBackend`; `total_steps` counts optimizer steps.
         checkpoint: what `save` keeps, and whether it writes in the background.
         places: a Ray scheduling strategy for each rank; None lets Ray choose.
     """
@@ -108,6 +108,7 @@ class TrainerGroup:
         distill: DistillConfig | None = None,
         pairs: PairConfig | None = None,
         critic: CriticConfig | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._options = {
@@ -121,6 +122,7 @@ class TrainerGroup:
             "distill": distill,
             "pairs": pairs,
             "critic": critic,
+            "lora": lora,
         }
         world, gpu = trainer.ranks, trainer.gpus_per_rank > 0
         strategies = list(places) if places is not None else ["DEFAULT"] * world
@@ -176,6 +178,9 @@ class TrainerGroup:
 
     async def export(self, folder: Path) -> None:
         await self._call("export", Path(folder).absolute())
+
+    async def export_adapter(self, folder: Path) -> None:
+        await self._call("export_adapter", Path(folder).absolute())
 
     async def run_on_ranks(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `fn(backend, rank, *args)` on every rank; their results by rank. `fn` is a function of a module: it travels by name."""

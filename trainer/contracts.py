@@ -68,6 +68,10 @@ class TrainerBackend(WeightSource, Protocol):
         """Write a Hugging Face directory (safetensors, config, tokenizer) that transformers and SGLang load. Collective."""
         ...
 
+    def export_adapter(self, folder: Path) -> None:
+        """Write the trained adapter in peft's format. Raises ValueError where there is none. Collective."""
+        ...
+
     def sleep(self) -> None:
         """Move weights and optimizer off the device; on CPU they stay."""
         ...

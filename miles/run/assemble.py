@@ -200,6 +200,8 @@ class RLRun:
         await self.trainer.wait_saved()
         if self.recipe.checkpoint.export:
             await self.trainer.export(self.folder / "model")
+            if self.recipe.lora is not None:
+                await self.trainer.export_adapter(self.folder / "adapter")
 
     async def close(self) -> None:
         """End every part, also when another one fails to end."""
@@ -256,7 +258,7 @@ def _build(
 ) -> RLRun:
     rollout = config.rollout
     specs = [
-        RolloutSpec(model=config.model, rollout=rollout, reward=config.reward, log_folder=str(folder / "logs"), name=f"engine-{i}")
+        RolloutSpec(model=config.model, rollout=rollout, reward=config.reward, log_folder=str(folder / "logs"), name=f"engine-{i}", lora=config.lora)
         for i in range(rollout.engines)
     ]
     fleet = Fleet(specs, places.of("engine"))
@@ -272,6 +274,7 @@ def _build(
         places=places.of("trainer rank"),
         distill=config.distillation,
         critic=config.critic,
+        lora=config.lora,
     )
     sync = WeightSync(
         config.weight_sync,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles.config import ConfigError
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.run.machine import MIB
 from rollout.config import RolloutConfig, TeacherEngineConfig
 from trainer.config import TrainerConfig
@@ -28,8 +28,20 @@ def parameters(path: Path) -> int:
     return sum(math.prod(entry["shape"]) for file in path.glob("*.safetensors") for name, entry in _header(file).items() if name != "__metadata__")
 
 
-def trainer_terms(model: ModelConfig, trainer: TrainerConfig, count: int, *, reference: bool) -> dict[str, int]:
-    """MiB by reason. `count`: parameters of the model."""
+def adapter_parameters(path: Path, lora: LoraConfig) -> int:
+    """Parameters of adapters on the model in `path`: rank x (inputs + outputs) of each matrix that gets one, and its outputs for DoRA."""
+    sizes = [entry["shape"] for file in path.glob("*.safetensors") for name, entry in _header(file).items() if _gets_adapter(name, entry, lora)]
+    return sum(lora.rank * (rows + columns) + rows * lora.dora for rows, columns in sizes)
+
+
+def _gets_adapter(name: str, entry: dict[str, Any], lora: LoraConfig) -> bool:
+    layer = name.removesuffix(".weight").rpartition(".")[2]
+    matrix = name != "__metadata__" and name.endswith(".weight") and len(entry["shape"]) == 2 and "embed" not in name and not name.startswith("lm_head")
+    return matrix and (not lora.targets or layer in lora.targets)
+
+
+def trainer_terms(model: ModelConfig, trainer: TrainerConfig, count: int, *, reference: bool, adapters: int | None = None) -> dict[str, int]:
+    """MiB by reason. `count`: parameters of the model. `adapters`: of what is trained in their place; the reference is then no copy."""
     ranks = trainer.ranks
     terms = {f"{ranks} trainer rank{'s' * (ranks > 1)} x {RANK_MIB}": ranks * RANK_MIB}
     if trainer.backend == "megatron":
@@ -38,11 +50,15 @@ def trainer_terms(model: ModelConfig, trainer: TrainerConfig, count: int, *, ref
             count * (copies * _COPY_BYTES + 8)
         )
         return terms | ({f"{copies} x reference model": copies * _mib(count * _BYTES[model.dtype])} if reference else {})
+    if adapters is None:
+        terms[f"{count:,} parameters x {_TRAINING_BYTES} B (float32 weights, gradients, AdamW)"] = _mib(count * _TRAINING_BYTES)
+    else:
+        terms[f"{count:,} frozen parameters x 4 B"] = _mib(count * 4)
+        terms[f"{adapters:,} parameters of adapters x {_TRAINING_BYTES} B (float32 weights, gradients, AdamW)"] = _mib(adapters * _TRAINING_BYTES)
     terms |= {
-        f"{count:,} parameters x {_TRAINING_BYTES} B (float32 weights, gradients, AdamW)": _mib(count * _TRAINING_BYTES),
         f"{ranks} x the whole model while it loads": ranks * _mib(count * 4),
     }
-    if reference:
+    if reference and adapters is None:
         terms["reference model"] = _mib(count * _BYTES[model.dtype])
     return terms
 
@@ -80,13 +96,17 @@ def engine_terms(model: ModelConfig, rollout: RolloutConfig, count: int) -> dict
     }
 
 
-def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: str, count: int) -> dict[str, int]:
+def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: str, count: int, sent: int) -> dict[str, int]:
     """MiB under /dev/shm of one machine by reason. SGLang engines keep the export they serve, to go back to, beside the one that comes:
-    with the `tensor` transport all of them share it, by `broadcast` each has its own."""
+    with the `tensor` transport all of them share it, by `broadcast` each has its own, and so has each what it merges adapters into.
+
+    Args:
+        count: parameters of the model. sent: those of them, or of the adapters, that an update carries.
+    """
     export = _mib(count * _BYTES[model.dtype])
-    terms = {"weights of an update": export} if transport == "tensor" else {}
+    terms = {"weights of an update": _mib(sent * _BYTES[model.dtype])} if transport == "tensor" else {}
     if rollout.engine == "sglang":
-        copies = 1 if transport == "tensor" else 2 * rollout.engines
+        copies = 1 if transport == "tensor" and sent == count else 2 * rollout.engines
         terms[f"{copies} x weights that SGLang engines keep"] = copies * export
     return terms
 

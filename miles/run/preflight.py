@@ -12,7 +12,7 @@ from miles.config import ConfigError, Resolved, nearest
 from miles.core.model.config import ModelConfig
 from miles.run import folder, footprint, machine
 from miles.run.machine import MIB
-from miles.run.recipe import ClusterConfig, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe
+from miles.run.recipe import ClusterConfig, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, lora_of
 from miles.tracking.config import TrackingConfig
 from miles.tracking.wandb_sink import has_key
 from rollout.endpoint import check_endpoint
@@ -50,6 +50,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
         _check_engine("teacher_engine", teachers.engine)
     _check_store(recipe.weight_sync)
     _check_backend(recipe)
+    adapters = _check_lora(recipe)
     _check_tracking(recipe.tracking)
     engines = f"{recipe.rollout.engines} engines x {recipe.rollout.threads} threads"
     ranks = f"{recipe.trainer.ranks} trainer ranks x {recipe.trainer.threads} threads"
@@ -59,7 +60,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
         who += f" + {teachers.engines} teacher engines x {teachers.threads} threads"
         cpus += teachers.engines * teachers.threads
     count = footprint.parameters(Path(recipe.model.path))
-    terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=recipe.algorithm.kl_coef > 0)
+    terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=recipe.algorithm.kl_coef > 0, adapters=adapters)
     if distill is not None and distill.place == "trainer":
         terms |= footprint.teacher_terms(footprint.parameters(Path(distill.teacher)), recipe.trainer)
     if distill is not None and teachers is not None:
@@ -68,8 +69,9 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
         critic = count if recipe.critic.path is None else footprint.parameters(Path(recipe.critic.path))
         terms |= footprint.critic_terms(critic, recipe.trainer)
     terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
-    terms |= footprint.transport_terms(recipe.model, recipe.weight_sync.transport, count)
-    shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count)
+    sent = count if adapters is None else adapters
+    terms |= footprint.transport_terms(recipe.model, recipe.weight_sync.transport, sent)
+    shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count, sent)
     _check_cluster(recipe.cluster, who, cpus, terms, shared)
 
 
@@ -80,11 +82,13 @@ def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
     _check_model(recipe.model)
     _check_data("data.paths", recipe.data.paths)
     _check_backend(recipe)
+    adapters = _check_lora(recipe)
     if not isinstance(recipe, SFTRecipe) and recipe.evaluate.every:
         _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
     _check_tracking(recipe.tracking)
     reference = isinstance(recipe, PreferenceRecipe) and recipe.preference.needs_reference
-    terms = footprint.trainer_terms(recipe.model, recipe.trainer, footprint.parameters(Path(recipe.model.path)), reference=reference)
+    count = footprint.parameters(Path(recipe.model.path))
+    terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=reference, adapters=adapters)
     ranks, threads = recipe.trainer.ranks, recipe.trainer.threads
     _check_cluster(recipe.cluster, f"{ranks} trainer ranks x {threads} threads", ranks * threads, terms, {})
 
@@ -168,6 +172,7 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
         (isinstance(recipe, PreferenceRecipe | RewardModelRecipe), "pairs of answers"),
         (getattr(recipe, "distillation", None) is not None, "distillation"),
         (getattr(recipe, "critic", None) is not None, "[critic]"),
+        (lora_of(recipe) is not None, "[lora]"),
         (recipe.model.true_on_policy, "model.true_on_policy"),
     ):
         if wanted:
@@ -175,6 +180,16 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
     if not any(Path(recipe.model.path).glob("*.safetensors")):
         raise ConfigError(f"model.path = {recipe.model.path!r} has no safetensors file, which trainer.backend = 'megatron' reads")
     megatron_plan(recipe.model, recipe.trainer)
+
+
+def _check_lora(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> int | None:
+    """Parameters of the recipe's adapters; None where it has no `[lora]`."""
+    lora = lora_of(recipe)
+    if lora is None:
+        return None
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("[lora] needs peft, which is not installed: run `bash scripts/install`, or leave [lora] out")
+    return footprint.adapter_parameters(Path(recipe.model.path), lora)
 
 
 def megatron_plan(model: ModelConfig, trainer: TrainerConfig) -> list[str]:

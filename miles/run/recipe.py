@@ -9,7 +9,7 @@ from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PreferenceConfig, RewardModelConfig
 from miles.config import Section
 from miles.core.checkpoint.config import CheckpointConfig
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.data.config import PairDataConfig, PromptDataConfig, SFTDataConfig
 from miles.tracking.config import TrackingConfig
 from rollout.config import EvaluateConfig, OptionalRewardConfig, RewardConfig, RolloutConfig, TeacherEngineConfig
@@ -49,6 +49,7 @@ class RLRecipe(Section):
     run: RunConfig = RunConfig()
     cluster: ClusterConfig = ClusterConfig()
     model: ModelConfig
+    lora: LoraConfig | None = None
     data: PromptDataConfig = PromptDataConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
@@ -108,6 +109,10 @@ class RLRecipe(Section):
             raise ValueError("rollout.temperature = 0 samples greedily: every sample of a group would be the same; use a temperature above 0")
         if self.model.true_on_policy and self.model.dtype != "float32":
             raise ValueError(f"model.true_on_policy needs model.dtype = 'float32', not {self.model.dtype!r}")
+        if self.lora is not None and self.model.true_on_policy and self.lora.dora:
+            raise ValueError("model.true_on_policy with lora.dora = true, whose layers have no batch-invariant version: leave one of them out")
+        if self.lora is not None and self.rollout.engine == "sglang":
+            raise ValueError("[lora] with rollout.engine = 'sglang' is not there yet: use rollout.engine = 'torch', or leave [lora] out")
         return self
 
 
@@ -170,6 +175,7 @@ class SupervisedRecipe(Section):
 class SFTRecipe(SupervisedRecipe):
     """`miles sft`: supervised fine-tuning on conversations."""
 
+    lora: LoraConfig | None = None
     data: SFTDataConfig = SFTDataConfig()
 
 
@@ -184,6 +190,7 @@ class PairEvaluateConfig(Section):
 class PreferenceRecipe(SupervisedRecipe):
     """`miles prefer`: a policy learns from pairs of answers which is better."""
 
+    lora: LoraConfig | None = None
     data: PairDataConfig = PairDataConfig()
     evaluate: PairEvaluateConfig = PairEvaluateConfig()
     preference: PreferenceConfig = PreferenceConfig()
@@ -207,6 +214,11 @@ class RewardModelRecipe(SupervisedRecipe):
         if self.trainer.prompt_sharing:
             raise ValueError("trainer.prompt_sharing shares log-probs' work, and a reward model computes none: leave it out")
         return self
+
+
+def lora_of(recipe: Section) -> LoraConfig | None:
+    """The recipe's `[lora]`; None where it has none, or its kind knows none."""
+    return getattr(recipe, "lora", None)
 
 
 class EvaluateRecipe(Section):

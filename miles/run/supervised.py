@@ -18,7 +18,7 @@ from miles.run.cluster import cluster, trainer_demands
 from miles.run.folder import held
 from miles.run.held_out import HeldOut
 from miles.run.live import Live
-from miles.run.recipe import SupervisedRecipe
+from miles.run.recipe import SupervisedRecipe, lora_of
 from miles.run.resume import first_step
 from miles.tracking.tracker import Tracker
 from trainer.actor import TrainerGroup
@@ -90,6 +90,8 @@ async def train(run: SupervisedRun) -> None:
     await run.trainer.wait_saved()
     if recipe.checkpoint.export:
         await run.trainer.export(run.folder / "model")
+        if lora_of(recipe) is not None:
+            await run.trainer.export_adapter(run.folder / "adapter")
 
 
 def supervise(
@@ -128,6 +130,7 @@ def supervise(
             total_steps=config.run.steps,
             places=places.of("trainer rank"),
             pairs=pairs,
+            lora=lora_of(config),
         )
         run = SupervisedRun(
             recipe=config,

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from miles.core.model.batch_invariant import make_batch_invariant
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.decode import Decoder
 from miles.core.model.load import context_length, load_model
+from miles.core.model.lora import add_adapters
 from miles.core.model.packed import output_head
 from rollout.engines.contracts import EngineError, EngineHealth, Generation, PauseMode, Request
 from rollout.engines.torch_batch import Row, RunningBatch
@@ -38,14 +39,17 @@ class TorchEngine:
     Args:
         max_running: rows decoded at once; others wait in the order in which they came.
         threads: CPU threads of this process's torch.
+        lora: serve the model with adapters, which are all that updates bring.
     Raises:
         ValueError: the model cannot be read, or its architecture is not one that this engine decodes.
     """
 
-    def __init__(self, model: ModelConfig, *, max_running: int, threads: int, weight_version: int = 0):
+    def __init__(self, model: ModelConfig, *, max_running: int, threads: int, weight_version: int = 0, lora: LoraConfig | None = None):
         torch.set_num_threads(threads)
         self._threads = threads
         module = load_model(model.path, getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code)
+        if lora is not None:
+            add_adapters(module, lora, seed=0)  # they do nothing until the first update
         if model.true_on_policy:
             make_batch_invariant(module)
         context = model.context or context_length(model.path, trust_remote_code=model.trust_remote_code)

@@ -1,4 +1,7 @@
-"""The torch engine's side of a weight transaction: buckets are staged beside the served weights and swapped in at commit."""
+"""The torch engine's side of a weight transaction: buckets are staged beside the served weights and swapped in at commit.
+
+A model with adapters takes updates of those alone, under the names of peft's files. They stay apart from the base: merged into bfloat16
+weights, what a few steps changed would be rounded away, and the engine would not sample from what the trainer trains."""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from miles.core.model.lora import adapter_tensors
 from weight_sync.contracts import Bucket, FromStore, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
 from weight_sync.digests import digest
 from weight_sync.manifest import check_manifest
@@ -64,8 +68,12 @@ class StagedWeights:
             raise WeightSyncError(f"torch engine: version {version} is not prepared; it serves version {self.version}")
         self.prepared(digests=False)
         with torch.no_grad():
-            for name, own in _own_tensors(self._model).items():
-                _write(self._model, name, own, self._staged)
+            if adapters := adapter_tensors(self._model):
+                for name, adapter in adapters.items():
+                    adapter.copy_(self._staged[name])
+            else:
+                for name, own in _own_tensors(self._model).items():
+                    _write(self._model, name, own, self._staged)
         self.version = version
         self._manifest, self._staged = None, {}
         self._delta.commit()
@@ -77,7 +85,9 @@ class StagedWeights:
         self.leave()
 
     def _held(self) -> dict[str, Tensor]:
-        """What is served, as the checkpoint has it."""
+        """What is served, as the checkpoint (the adapter's) has it."""
+        if adapters := adapter_tensors(self._model):
+            return {name: own.detach() for name, own in adapters.items()}
         return {name: part for own_name, own in _own_tensors(self._model).items() for name, part in _as_in_checkpoint(self._model, own_name, own).items()}
 
 

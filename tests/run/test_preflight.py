@@ -172,7 +172,7 @@ def test_more_shared_memory_than_there_is_shows_the_arithmetic(recipe):
 def test_an_update_is_in_shared_memory_whole_and_sglang_keeps_the_one_before(options, needed):
     """1000 MiB of float32 weights, whatever the size of a bucket: files stay until every engine has taken all."""
     rollout = RolloutConfig(engine=options["engine"], engines=options["engines"])
-    terms = footprint.shared_memory_terms(ModelConfig(path="m"), rollout, options["transport"], 1000 * 2**20 // 4)
+    terms = footprint.shared_memory_terms(ModelConfig(path="m"), rollout, options["transport"], 1000 * 2**20 // 4, 1000 * 2**20 // 4)
     assert sum(terms.values()) == needed
 
 

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from miles.core.model.config import LoraConfig
 from tests.weight_sync.parts import Engine, Rank, export_shas, move_weights, step_weights
 from tests.weight_sync.processes import EngineProcesses, Process, TrainerProcesses
 from weight_sync.config import WeightSyncConfig
@@ -17,10 +18,11 @@ from weight_sync.transports.tensor_transport import FOLDER
 class Cast:
     """`world` FSDP ranks and engines 0 ... n-1 on one model, each a process. Weights and versions only go forward."""
 
-    def __init__(self, model_path: Path, folder: Path, *, world: int, engines: int, dtype: str = "float32") -> None:
+    def __init__(self, model_path: Path, folder: Path, *, world: int, engines: int, dtype: str = "float32", lora: LoraConfig | None = None) -> None:
         self._model_path = str(model_path)
         self.dtype = dtype
-        self.ranks = [Process(Rank, self._model_path, dtype, rank, world, str(folder / "rendezvous")) for rank in range(world)]
+        self._lora = lora
+        self.ranks = [Process(Rank, self._model_path, dtype, rank, world, str(folder / "rendezvous"), lora) for rank in range(world)]
         self.trainer = TrainerProcesses(self.ranks)
         self.engines = EngineProcesses({i: self._new_engine() for i in range(engines)})
 
@@ -77,7 +79,7 @@ class Cast:
             process.kill()
 
     def _new_engine(self) -> Process:
-        return Process(Engine, self._model_path, self.dtype)
+        return Process(Engine, self._model_path, self.dtype, self._lora)
 
 
 def publish(sync: WeightSync, version: int) -> PublishResult:

@@ -19,23 +19,25 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
+from miles.data.types import Sample, Status
 from rollout.engines.contracts import Request, SamplingParams
 from rollout.engines.torch_engine import TorchEngine
 from trainer.config import TrainerConfig
 from trainer.fsdp.backend import FSDPBackend
 
 GENERATE_S = 20.0
+PROMPT = (9, 10, 11)
 
 
 class Rank:
     """One rank of an FSDP trainer. Carries out one call at a time, as an actor does."""
 
-    def __init__(self, model_path: str, dtype: str, rank: int, world: int, rendezvous: str) -> None:
+    def __init__(self, model_path: str, dtype: str, rank: int, world: int, rendezvous: str, lora: LoraConfig | None = None) -> None:
         if world > 1 or dtype != "float32":
             dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
         model = ModelConfig.model_validate({"path": model_path, "dtype": dtype})
-        self._backend = FSDPBackend(model, TrainerConfig(), None, temperature=1.0, max_new_tokens=8, seed=0, total_steps=1, rank=rank, world=world)
+        self._backend = FSDPBackend(model, TrainerConfig(), None, temperature=1.0, max_new_tokens=8, seed=0, total_steps=1, rank=rank, world=world, lora=lora)
         self._rank = rank
         self._lock = threading.Lock()
 
@@ -57,6 +59,22 @@ def step_weights(backend: FSDPBackend, rank: int, step: float) -> None:
         for number, parameter in enumerate(backend.model.parameters()):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.add_(torch.randn(local.shape, generator=torch.Generator().manual_seed(number)).sign(), alpha=step)
+
+
+def scores(backend: FSDPBackend, rank: int, tokens: list[int]) -> list[float]:
+    """The trainer's log-probs of an engine's answer."""
+    count = len(tokens)
+    sample = Sample(
+        sample_id="0",
+        group_id="0",
+        tokens=np.array([*PROMPT, *tokens]),
+        prompt_length=len(PROMPT),
+        loss_mask=np.ones(count, bool),
+        logprobs=np.zeros(count, np.float32),
+        weight_versions=np.zeros(count, np.int32),
+        status=Status.COMPLETED,
+    )
+    return backend.logprobs([sample])[0]
 
 
 def export_shas(backend: FSDPBackend, rank: int, dtype: str) -> dict[str, str]:
@@ -98,8 +116,8 @@ def sha(tensor: torch.Tensor) -> str:
 class Engine(TorchEngine):
     """The torch engine, with a look at what it serves."""
 
-    def __init__(self, model_path: str, dtype: str) -> None:
-        super().__init__(ModelConfig.model_validate({"path": model_path, "dtype": dtype}), max_running=4, threads=1)
+    def __init__(self, model_path: str, dtype: str, lora: LoraConfig | None = None) -> None:
+        super().__init__(ModelConfig.model_validate({"path": model_path, "dtype": dtype}), max_running=4, threads=1, lora=lora)
 
     def tensor_shas(self) -> dict[str, str]:
         """sha256 of every tensor of the module that generates, tied ones under each name."""
@@ -111,6 +129,12 @@ class Engine(TorchEngine):
         answer = (await asyncio.wait_for(self.generate([request]), GENERATE_S))[0]
         (version,) = set(answer.weight_versions.tolist())
         return int(version)
+
+    async def answer(self) -> tuple[list[int], list[float]]:
+        """Eight sampled tokens behind a fixed prompt, and their log-probs."""
+        request = Request(request_id="probe", prompt=np.array(PROMPT), sampling=SamplingParams(max_new_tokens=8, seed=1))
+        answer = (await asyncio.wait_for(self.generate([request]), GENERATE_S))[0]
+        return answer.tokens.tolist(), answer.logprobs.tolist()
 
     async def generate_long(self) -> tuple[str, list[int]]:
         """Answer up to the context's end; how it finished, and the version of every token."""

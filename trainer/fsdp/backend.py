@@ -18,19 +18,19 @@ from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
 from miles.core.checkpoint import reader, rng
 from miles.core.checkpoint.writer import CheckpointWriter
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
 from trainer.fsdp.batch import Batch, count, weights_of
 from trainer.fsdp.critic import Critic, build_critic
 from trainer.fsdp.distill import Distiller, build_distiller
-from trainer.fsdp.export import Exporter
+from trainer.fsdp.export import AdapterExporter, Exporter
 from trainer.fsdp.meters import Meters
 from trainer.fsdp.model import build_model, compute_dtype_of, reshard
 from trainer.fsdp.optimizer import Optimizer, Update
 from trainer.fsdp.pairs import PairLoss, mismatched
-from trainer.fsdp.scoring import Row, Scorer
+from trainer.fsdp.scoring import BaseScorer, Row, Scorer
 from trainer.fsdp.share import MicroBatch, share
 from trainer.fsdp.update import take_step
 from trainer.objective import Objective, result_of, sft_loss, tokens_of
@@ -47,6 +47,8 @@ class FSDPBackend:
             and `export` are all there is to do with it.
         distill: the teacher that `step_rl` also learns from, or None.
         critic: the critic that `step_rl` also trains, or None.
+        lora: adapters that are trained in place of the model's own weights. The engines get nothing else, checkpoints hold nothing
+            else, and the reference is the model without them.
         temperature: the sampling temperature, at which `step_rl` and `logprobs` score. `step_sft` scores at 1.
         max_new_tokens: the longest response, Dr.GRPO's constant.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
@@ -72,6 +74,7 @@ class FSDPBackend:
         distill: DistillConfig | None = None,
         pairs: PairConfig | None = None,
         critic: CriticConfig | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         self._config, self._trainer, self._algorithm = model, trainer, algorithm
         self._temperature, self._max_new_tokens, self._seed = temperature, max_new_tokens, seed
@@ -80,7 +83,9 @@ class FSDPBackend:
         rng.seed_all(seed, rank)
         build = partial(build_model, model, master_dtype=master_dtype, world=world, device=self.device)
         rewards = isinstance(pairs, RewardModelConfig)
-        self.model = build(checkpointing=trainer.activation_checkpointing, reward_seed=seed if rewards else None)
+        if rewards and lora is not None:
+            raise ValueError("[lora] trains a policy; a reward model is trained whole: leave [lora] out")
+        self.model = build(checkpointing=trainer.activation_checkpointing, reward_seed=seed if rewards else None, lora=lora, lora_seed=seed)
         self._chunk = trainer.chunk(self.model.config.get_text_config().vocab_size)
         self._policy = Scorer(self.model, self._chunk, self.device)
         self._sharing: PromptSharing | None = None
@@ -93,7 +98,10 @@ class FSDPBackend:
         self._reference: Scorer | None = None
         self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
         if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):
-            self._reference = Scorer(build(checkpointing=False).requires_grad_(False), self._chunk, self.device)
+            if lora is None:
+                self._reference = Scorer(build(checkpointing=False).requires_grad_(False), self._chunk, self.device)
+            else:
+                self._reference = BaseScorer(self.model, self._chunk, self.device)
         self._pairs = None if pairs is None else PairLoss(config=pairs, model=self.model, policy=self._policy, reference=self._reference)
         self._distiller: Distiller | None = None
         if algorithm is not None and distill is not None:
@@ -112,7 +120,9 @@ class FSDPBackend:
         self._critic: Critic | None = None
         if critic is not None:
             self._critic = build_critic(critic, model, trainer, master_dtype=master_dtype, world=world, device=self.device, total_steps=total_steps)
-        self._exporter = Exporter(self.model, compute_dtype_of(model, master_dtype), rank, rewards)
+        dtype = compute_dtype_of(model, master_dtype)
+        self._exporter = Exporter(self.model, dtype, rank, rewards, lora)
+        self._adapters = None if lora is None else AdapterExporter(self.model, lora, dtype, rank)
         self._writer = CheckpointWriter(rank, world)
         self.version = 0
 
@@ -212,13 +222,21 @@ class FSDPBackend:
         return float(total) / max(count(samples, self._max_new_tokens).tokens, 1)
 
     def weight_specs(self) -> Sequence[TensorSpec]:
-        return self._exporter.specs()
+        """The adapters alone where there are such: the engines have the base."""
+        return (self._adapters or self._exporter).specs()
 
     def weight_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        return self._exporter.tensors(names)
+        return (self._adapters or self._exporter).tensors(names)
 
     def export(self, folder: Path) -> None:
         self._exporter.write(self._config, Path(folder))
+        if self.world > 1:
+            dist.barrier()
+
+    def export_adapter(self, folder: Path) -> None:
+        if self._adapters is None:
+            raise ValueError("there is no adapter: this trainer was built without a [lora] section")
+        self._adapters.write(self._config, Path(folder))
         if self.world > 1:
             dist.barrier()
 
@@ -308,7 +326,7 @@ class FSDPBackend:
         return meters.reduced(total, self.world) | ({} if self._sharing is None else self._sharing.metrics())
 
     def _state(self) -> dict[str, Tensor]:
-        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         return weights | self._optimizer.tensors() | ({} if self._critic is None else self._critic.tensors())
 
     def _move(self, device: str) -> None:

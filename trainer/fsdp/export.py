@@ -13,18 +13,25 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config, tokenizer_of
+from miles.core.model.lora import adapter_tensors, adapters_of, base_name, merged, write_adapter
 from miles.core.model.reward import on_disk, reward_shell
 from weight_sync.contracts import TensorSpec
 
 
 class Exporter:
-    """The names a checkpoint gives to a model's tensors, and the tensors themselves, full and in `dtype`. `rewards`: it is a reward model."""
+    """The names a checkpoint gives to a model's tensors, and the tensors themselves, full and in `dtype`, adapters merged into them.
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, rank: int, rewards: bool = False):
+    Args:
+        rewards: it is a reward model. lora: of the adapters, where it has such.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, rank: int, rewards: bool = False, lora: LoraConfig | None = None):
         self._model, self._dtype, self._rank, self._rewards = model, dtype, rank, rewards
         self._own = _own(model)
+        self._adapters = adapters_of(adapter_tensors(model))
+        self._scaling = 1.0 if lora is None else lora.scaling
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._source: dict[str, str] = {}
         for own, tensor in self._own.items():
@@ -45,23 +52,22 @@ class Exporter:
             own = self._source[name]
             if own != held:
                 # One parameter may be several tensors of a checkpoint (fused experts): gather it once.
-                full = _full(self._own[own])
+                full = self._whole(own)
                 held, parts = own, self._converted(own, full.to(self._dtype)) if self._rank == 0 else {}
             yield name, parts[name] if self._rank == 0 else torch.empty(0, dtype=self._dtype)
 
     def write(self, config: ModelConfig, folder: Path) -> None:
         """A directory that transformers and SGLang load: weights, config and tokenizer. It appears whole. Collective."""
         state = {}
-        for own, tensor in self._own.items():
-            full = _full(tensor)
+        for own in self._own:
+            full = self._whole(own)
             if self._rank == 0:
                 state[own] = full.to("cpu", self._dtype)
         if self._rank == 0:
             self._write(config, folder, state)
 
     def _write(self, config: ModelConfig, folder: Path, state: dict[str, Tensor]) -> None:
-        partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        partial = _emptied(folder)
         model_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
         model_config.dtype = self._dtype
         # A fresh shell: FSDP2 changes the class of the model it wraps, and its name would be written as the architecture.
@@ -73,21 +79,65 @@ class Exporter:
             shell.generation_config = self._model.generation_config
         shell.save_pretrained(partial, state_dict=state)
         tokenizer_of(config).save_pretrained(partial)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(partial, folder)
+        _put(partial, folder)
+
+    def _whole(self, own: str) -> Tensor:
+        """One tensor, gathered, its adapter merged into it. Collective; off rank 0 it may lack the adapter, since nobody reads it there."""
+        full = _full(self._own[own])
+        parts = {part: _full(tensor) for part, tensor in self._adapters.get(own, {}).items()}
+        return merged(full, parts, self._scaling) if parts and self._rank == 0 else full
 
     def _converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """One tensor in memory -> the tensors a checkpoint has for it (a fused expert weight is many)."""
         return revert_weight_conversion(self._model, {name: tensor})
 
 
+class AdapterExporter:
+    """The adapters of a model under the names of peft's files, full and in `dtype`: all that an update of the engines carries."""
+
+    def __init__(self, model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, rank: int):
+        self._model, self._lora, self._dtype, self._rank = model, lora, dtype, rank
+        self._own = adapter_tensors(model)
+
+    def specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, tuple(tensor.shape), str(self._dtype).removeprefix("torch.")) for name, tensor in self._own.items()]
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """As `Exporter.tensors`. Collective."""
+        for name in names:
+            full = _full(self._own[name])
+            yield name, full.to(self._dtype) if self._rank == 0 else torch.empty(0, dtype=self._dtype)
+
+    def write(self, config: ModelConfig, folder: Path) -> None:
+        """A directory that peft and SGLang load beside `config.path`. It appears whole. Collective."""
+        state = {name: tensor.to("cpu") for name, tensor in self.tensors(list(self._own))}
+        if self._rank == 0:
+            targets = sorted({weight.removesuffix(".weight").rpartition(".")[2] for weight in adapters_of(self._own)})
+            partial = _emptied(folder)
+            write_adapter(partial, state, self._lora, targets, config.path)
+            _put(partial, folder)
+
+
+def _emptied(folder: Path) -> Path:
+    """Where a directory is written before it appears as `folder`."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    return partial
+
+
+def _put(partial: Path, folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(partial, folder)
+
+
 def _own(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under the names they have in memory, tied ones once."""
+    """Parameters and persistent buffers under the names they have in memory without adapters, tied ones once; adapters are left out."""
     seen: set[int] = set()
     own = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+    for in_memory, tensor in model.state_dict(keep_vars=True).items():
+        name = base_name(in_memory)
+        if name is not None and id(tensor) not in seen:
             seen.add(id(tensor))
             own[name] = tensor
     return own

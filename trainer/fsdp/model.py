@@ -11,16 +11,26 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.fused_layer import fuse_layers
 from miles.core.model.load import load_config, load_model
+from miles.core.model.lora import add_adapters
 from miles.core.model.reward import add_reward_head, reward_shell
 
 
 def build_model(
-    config: ModelConfig, *, master_dtype: torch.dtype, world: int, device: torch.device, checkpointing: bool, reward_seed: int | None = None
+    config: ModelConfig,
+    *,
+    master_dtype: torch.dtype,
+    world: int,
+    device: torch.device,
+    checkpointing: bool,
+    reward_seed: int | None = None,
+    lora: LoraConfig | None = None,
+    lora_seed: int = 0,
 ) -> PreTrainedModel:
     """The policy (or a reference) on `device`, parameters in `master_dtype`. With `reward_seed` a reward model, its head made from that.
+    With `lora` adapters, drawn from `lora_seed`, are all there is to train.
 
     It stays in eval mode: dropout would make the importance ratio of an on-policy token differ from 1.
     """
@@ -28,6 +38,8 @@ def build_model(
     if reward_seed is not None:
         reward_shell(load_config(config.path, trust_remote_code=config.trust_remote_code), trust_remote_code=config.trust_remote_code)  # or refuse now
         add_reward_head(model, reward_seed)
+    if lora is not None:
+        add_adapters(model, lora, lora_seed)
     return prepare(model, config, master_dtype=master_dtype, world=world, device=device, checkpointing=checkpointing)
 
 

@@ -29,7 +29,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int):
         self._config, self._total = config, total_steps
-        self._named = dict(model.named_parameters())
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         decayed = [p for p in self._named.values() if p.ndim >= 2]
         others = [p for p in self._named.values() if p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]

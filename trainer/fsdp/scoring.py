@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from algorithms.contracts import LossOutput
 from miles.core.model.fused_loss import even_parts, whole_parts
+from miles.core.model.lora import adapters_off
 from miles.core.model.packed import packed_logprobs, packed_loss
 from miles.data.taught import Taught
 from trainer.fsdp.model import reshard
@@ -172,6 +173,16 @@ class Scorer:
             self.settle(row)
         reshard(self._model)
         return logprobs_N
+
+
+class BaseScorer(Scorer):
+    """The reference of a policy with adapters: the policy without them, so that there is no second copy of the weights."""
+
+    def forward(self, row: Row, temperature: float, entropy: bool, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+        """As `Scorer.forward`. Call without gradients: a recompute in the backward would have the adapters on."""
+        assert not torch.is_grad_enabled(), "a reference is not trained"
+        with adapters_off(self._model):
+            return super().forward(row, temperature, entropy, entropy_gradient)
 
 
 def _parts(lengths: Sequence[int], chunk: int, together: int, by_token: bool) -> dict[tuple[int, int], slice]:

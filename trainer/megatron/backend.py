@@ -15,7 +15,7 @@ from algorithms.config import AlgorithmConfig
 from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PairConfig
 from miles.core.checkpoint import rng
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config
 from miles.data.packing import pack
 from miles.data.types import Group, Sample
@@ -70,10 +70,12 @@ class MegatronBackend:
         distill: DistillConfig | None = None,
         pairs: PairConfig | None = None,
         critic: CriticConfig | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         for option, value in (
             ("[distill]", distill),
             ("[critic]", critic),
+            ("[lora]", lora),
             ("an objective on pairs", pairs),
             ("model.true_on_policy", model.true_on_policy or None),
             ("trainer.prompt_sharing", trainer.prompt_sharing or None),
@@ -186,6 +188,9 @@ class MegatronBackend:
         for _ in tensors:  # the other ranks' part in gathering
             pass
         dist.barrier(self.mesh.everyone)
+
+    def export_adapter(self, folder: Path) -> None:
+        raise ValueError("[lora] is not there for trainer.backend = 'megatron': use trainer.backend = 'fsdp'")
 
     def save(self, folder: Path, extra: dict[str, object], *, keep: int | None = None, asynchronous: bool = True) -> None:
         state: dict[str, object] = {"optimizer_step": self._optimizer.steps, "applied_steps": self._optimizer.applied, "version": self.version}

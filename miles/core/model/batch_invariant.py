@@ -139,6 +139,8 @@ def _replacement(name: str, module: nn.Module) -> nn.Module | None:
         return InvariantLinear(module)
     if isinstance(module, (nn.SiLU, SiLUActivation)):
         return InvariantSiLU()
+    if isinstance(module, (nn.ModuleDict, nn.ParameterDict)) and not len(module):
+        return None  # an adapter's layer has some for what it does not do
     has_own_parameters = next(module.parameters(recurse=False), None) is not None
     stays = isinstance(module, (nn.Embedding, nn.Identity, nn.Dropout)) or type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding"))
     if not stays and (has_own_parameters or not list(module.children())):
@@ -164,7 +166,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows_ND, weight_VD = ctx.saved_tensors
-        return grads[0] @ weight_VD, grads[0].t() @ rows_ND
+        wanted = ctx.needs_input_grad
+        return grads[0] @ weight_VD if wanted[0] else None, grads[0].t() @ rows_ND if wanted[1] else None
 
 
 class _SiLU(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The `[model]` section, shared by trainers and engines."""
+"""The `[model]` and `[lora]` sections, shared by trainers and engines."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ class ModelConfig(Section):
         False, description="batch-invariant operators in trainer and engine (SGLang: on CPU): log-probs equal bit for bit (float32, checked each step)"
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model directory")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters on frozen weights (Hu et al. 2021, arXiv:2106.09685). They have no dropout: the ratio of a token sampled just now would not be 1."""
+
+    rank: int = Field(16, ge=1, description="inner width of each adapter")
+    alpha: int = Field(32, ge=1, description="an adapter's output is scaled by alpha / rank")
+    targets: list[str] = Field([], description='last parts of names of linear layers, such as ["q_proj", "v_proj"]; empty: every one but the output head')
+    rslora: bool = Field(False, description="scale by alpha / sqrt(rank), which suits large ranks (rsLoRA)")
+    dora: bool = Field(False, description="the length of each row of a weight is learned beside the adapter, which turns it (DoRA)")
+
+    @property
+    def scaling(self) -> float:
+        """What an adapter's output is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)

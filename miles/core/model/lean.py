@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers.activations import SiLUActivation
 
+from miles.core.model.lora import adapter_tensors
+
 _LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 
 
 def lean_layers(body: Any) -> LeanLayers | None:
-    """The layers and final norm of a transformers decoder `body`, or None for an architecture that is not of the family."""
-    known = all(type(layer).__name__ in _LAYERS for layer in body.layers)
+    """The layers and final norm of a transformers decoder `body`, or None for an architecture that is not of the family, and with adapters."""
+    known = all(type(layer).__name__ in _LAYERS and not adapter_tensors(layer) for layer in body.layers)
     return LeanLayers(body) if known else None
 
 
