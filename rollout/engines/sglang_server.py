@@ -43,7 +43,7 @@ class SGLangServer:
         self.name = f"sglang-{os.getpid()}-{secrets.token_hex(4)}"
         self.log = log_folder / f"{self.name}.log"
         self.scratch: Path | None = None
-        self._key = secrets.token_urlsafe(32)
+        self._key = secrets.token_hex(32)  # it must not begin with a dash, which would be an option
         self._process: subprocess.Popen[bytes] | None = None
         # Seen while it starts, since a process that is killed later can no longer be asked.
         self._shared: set[Path] = set()
