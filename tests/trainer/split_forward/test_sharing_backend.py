@@ -174,3 +174,11 @@ def _distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
     """Relative, all gradients as one vector."""
     difference = sum(float(((found[n] - expected[n]) ** 2).sum()) for n in expected)
     return (difference / sum(float((expected[n] ** 2).sum()) for n in expected)) ** 0.5
+
+
+def test_adapters_and_a_reference_that_is_the_model_without_them(model: Path) -> None:
+    plain, sharing = both(model, {"lr": 1e-2}, algorithm={"kl_coef": 0.1}, lora={"rank": 2})
+    for _ in range(3):
+        expected = plain.step_rl(sharing_groups()).metrics
+        same(sharing.step_rl(sharing_groups()).metrics, expected)
+    assert expected["policy/kl"] > 0
