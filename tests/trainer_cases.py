@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from algorithms.config import AlgorithmConfig
@@ -161,7 +162,7 @@ def weights(backend: FSDPBackend) -> dict[str, NDArray[Any]]:
 def plain_model(path: Path, dtype: torch.dtype = torch.float64) -> Any:
     """The oracle's model: transformers' own attention (eager would compute its softmax in float32), one unpadded sequence at a time."""
     _PATCHED.forward = _exact_norm if dtype == torch.float64 else _NORM
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager").eval()
 
 
 def plain_logprobs(model: Any, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
@@ -171,8 +172,10 @@ def plain_logprobs(model: Any, sample: Sample, temperature: float = 1.0) -> torc
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[sample.prompt_length - 1 :, 0]
 
 
-def plain_gradients(path: Path, groups: Sequence[Group], *, clip_low: float = 0.2, clip_high: float = 0.28) -> dict[str, NDArray[np.float64]]:
-    """Gradient of GRPO's clipped token-mean loss, written out sample by sample."""
+def plain_gradients(
+    path: Path, groups: Sequence[Group], *, clip_low: float = 0.2, clip_high: float = 0.28, per_expert: bool = False
+) -> dict[str, NDArray[np.float64]]:
+    """Gradient of GRPO's clipped token-mean loss, written out sample by sample; `per_expert`: under the names of a checkpoint."""
     model = plain_model(path)
     tokens = sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
     for group in groups:
@@ -185,7 +188,8 @@ def plain_gradients(path: Path, groups: Sequence[Group], *, clip_low: float = 0.
             ratio = (new - torch.from_numpy(sample.logprobs).double()[mask]).exp()
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
             (-surrogate.sum() / tokens).backward()
-    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return {name: grad.numpy() for name, grad in (revert_weight_conversion(model, found) if per_expert else found).items()}
 
 
 def relative_difference(found: dict[str, NDArray[Any]], expected: dict[str, NDArray[Any]]) -> float:

@@ -86,13 +86,13 @@ class MegatronBackend:
         self._temperature, self._max_new_tokens, self._seed = temperature, max_new_tokens, seed
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
-        rng.seed_all(seed, rank)
         self._hf_config = load_config(model.path, trust_remote_code=model.trust_remote_code)
         self.architecture = architecture_of(self._hf_config)
         layout = layout_of(trainer)
         self.architecture.check(layout)
         assert layout.ranks == world, (layout, world)
         self.mesh = open_mesh(layout, rank, trainer.timeout_s)
+        rng.seed_all(seed, rank)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else master_dtype
         self._parts = parts(self.architecture, layout, rank)
         self._source = Source(model.path, shapes(self.architecture))

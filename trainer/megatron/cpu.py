@@ -63,6 +63,8 @@ def redirect() -> None:
     random: Any = sys.modules["megatron.core.tensor_parallel.random"]
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    dispatcher: Any = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    dispatcher.maybe_move_tensor_to_cpu = _numpy
     if first:
         logger.warning("there is no GPU: Megatron-Core is redirected to the CPU (trainer/megatron/cpu.py)")
 
@@ -133,6 +135,11 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def _numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron-Core makes an array only of what it finds on a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
@@ -146,5 +153,8 @@ _CUDA = _Forwarding(
     synchronize=_nothing,
     empty_cache=_nothing,
     set_device=_nothing,
+    manual_seed=torch.manual_seed,
+    get_rng_state=torch.get_rng_state,
+    set_rng_state=torch.set_rng_state,
 )
 _TORCH = _Forwarding(torch, cuda=_CUDA, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})

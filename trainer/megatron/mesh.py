@@ -36,12 +36,13 @@ class Mesh:
 
 
 def open_mesh(layout: Layout, rank: int, timeout_s: float) -> Mesh:
-    """Collective over the default process group. Groups of a mesh opened before in this process are closed.
+    """Collective over the default process group, and seeds torch, so seed it after. Groups of a mesh opened before in this process are closed.
 
     A rank waits `timeout_s` seconds for the others in each of its groups: torch gives a new one half an hour, whatever the default group has.
     """
     cpu.redirect()
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
@@ -54,6 +55,7 @@ def open_mesh(layout: Layout, rank: int, timeout_s: float) -> Mesh:
         create_gloo_process_groups=True,
         distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
     )
+    model_parallel_cuda_manual_seed(0)  # generators that Megatron-Core wants to find; nothing is drawn from them
     place = layout.place(rank)
     mesh = Mesh(
         layout=layout,

@@ -16,6 +16,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig, Transformer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -25,6 +26,9 @@ from trainer.megatron.architecture import Architecture
 from trainer.megatron.attention import PackedAttention, RMSNorm
 from trainer.megatron.mesh import Mesh
 from trainer.megatron.names import layers_of, parts
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # Megatron-Core 0.16.1 asks for it also where there is no Transformer Engine
 
 
 class Chunk(GPTModel):
@@ -87,7 +91,7 @@ def transformer_config(architecture: Architecture, mesh: Mesh, *, dtype: torch.d
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
-        **_expert_options(architecture),
+        **_expert_options(architecture, compute_dtype),
     )
     config.windows = architecture.windows
     return config
@@ -126,6 +130,8 @@ def _mark(chunk: Chunk, architecture: Architecture, mesh: Mesh, number: int) -> 
     assert named.keys() == wanted.keys(), sorted(named.keys() ^ wanted.keys())
     for name, part in wanted.items():
         assert named[name].shape == part.shape, (name, named[name].shape, part.shape)
+        if part.expert:
+            named[name].allreduce = False  # each rank's share of the tokens teaches it, also where tensor ranks hold copies of one expert
         if part.sharded is not None and not hasattr(named[name], "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(named[name], True, part.sharded, part.stride)
 
@@ -167,7 +173,7 @@ def _layer_spec(architecture: Architecture) -> ModuleSpec:
     )
 
 
-def _expert_options(architecture: Architecture) -> dict[str, Any]:
+def _expert_options(architecture: Architecture, compute_dtype: torch.dtype) -> dict[str, Any]:
     if not architecture.experts:
         return {}
     return {
@@ -176,7 +182,7 @@ def _expert_options(architecture: Architecture) -> dict[str, Any]:
         "moe_ffn_hidden_size": architecture.expert_width,
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": not architecture.normalised_routing,
-        "moe_router_dtype": "fp32",
+        "moe_router_dtype": "fp64" if compute_dtype == torch.float64 else "fp32",
     }
 
 

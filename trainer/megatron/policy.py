@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from trainer.fsdp.meters import Meters
@@ -29,6 +30,8 @@ class Model:
 
     def __init__(self, chunks: Sequence[nn.Module], mesh: Mesh, vocabulary: int, log_chunk: int):
         self.chunks, self._mesh, self._vocabulary, self._log_chunk = list(chunks), mesh, vocabulary, log_chunk
+        config: Any = self.chunks[0].config
+        self._divided: bool = config.sequence_parallel
 
     def train(self, rows: Sequence[Row], temperature: float, loss: RowLoss, meters: Meters, total: int, *, entropy: bool, entropy_gradient: bool) -> None:
         """Forward and backward of every row; gradients add up, and are summed over data-parallel ranks at the end. Collective."""
@@ -56,7 +59,8 @@ class Model:
     def _run(self, rows: Sequence[Row], finish: Callable[[Row, Tensor], Any], *, forward_only: bool) -> list[Tensor]:
         def step(data: Iterator[Row], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             row = next(data)
-            hidden_T1D = model(input_ids=row.tokens_T[None], position_ids=row.positions_T[None], attention_mask=None, packed_seq_params=rows_of(row.sequence_T))
+            tokens_T, positions_T, sequence_T = self._padded(row)
+            hidden_T1D = model(input_ids=tokens_T[None], position_ids=positions_T[None], attention_mask=None, packed_seq_params=rows_of(sequence_T))
             return hidden_T1D, partial(finish, row)
 
         return get_forward_backward_func()(
@@ -69,9 +73,20 @@ class Model:
             forward_only=forward_only,
         )
 
+    def _padded(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
+        """Where tensor ranks divide the tokens, a sequence of zeros makes them divide."""
+        count = -len(row.tokens_T) % self._mesh.layout.tensor if self._divided else 0
+        if not count:
+            return row.tokens_T, row.positions_T, row.sequence_T
+        zeros = row.tokens_T.new_zeros(count)
+        return tuple(torch.cat((a, b)) for a, b in ((row.tokens_T, zeros), (row.positions_T, zeros), (row.sequence_T, zeros + row.num_sequences)))  # type: ignore[return-value]
+
     def _scores(self, row: Row, hidden_T1D: Tensor, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
         last: Any = self.chunks[-1]
         chunk: Chunk = getattr(last, "module", last)
+        if self._divided:
+            # The scores' own backward sums over tensor ranks.
+            hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
         return score_parallel(
             hidden_T1D[:, 0].index_select(0, row.scored_N - 1),
             chunk.head(),
