@@ -110,5 +110,5 @@ def _end_service() -> None:
     for child in psutil.Process().children():
         if child.name().startswith("wandb-core"):
             child.kill()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, SystemExit):  # SystemExit: W&B passes on that its process was killed, as it just was
         deadline.call(wandb.teardown, TEARDOWN_SECONDS)
