@@ -22,6 +22,8 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from miles.core.model.packed import window_of
+
 _LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen3DecoderLayer"})
 _NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen3RMSNorm"})
 _DTYPES = frozenset({torch.float32, torch.float64})  # narrower ones have their norms in float32
@@ -53,9 +55,7 @@ def _forward(layer: Any, own: Callable[..., Tensor], hidden_states: Tensor, **ca
     query_THE, key_TGE, value_TGE = _Projected.apply(
         hidden_TD, norm.weight, *projections, *head_norms, cosine_TE, sine_TE, norm.variance_epsilon, attention.head_dim
     )
-    # Mistral's layers all have the window of the configuration; Qwen's say for themselves whether they have one.
-    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-    attended_THE = rows.attend(attention.layer_idx, query_THE, key_TGE, value_TGE, attention.scaling, 0.0, window)
+    attended_THE = rows.attend(attention.layer_idx, query_THE, key_TGE, value_TGE, attention.scaling, 0.0, window_of(attention))
     norm, matrices = layer.post_attention_layernorm, [m.weight for m in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     return _Rest.apply(hidden_TD, attended_THE.flatten(1), norm.weight, *matrices, norm.variance_epsilon)[None]
 

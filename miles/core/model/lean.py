@@ -17,6 +17,7 @@ from torch.nn.functional import silu
 from transformers.activations import SiLUActivation
 
 from miles.core.model.lora import adapter_tensors
+from miles.core.model.packed import window_of
 
 _LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 
@@ -61,8 +62,7 @@ class _LeanLayer:
         self._number: int = attention.layer_idx
         self._scaling: float = attention.scaling
         self._width: int = attention.head_dim
-        # Mistral's layers all have the window of the configuration; Qwen's say for themselves whether they have one.
-        self._window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        self._window = window_of(attention)
         self._heads = attention.q_proj.out_features // self._width
         groups = attention.k_proj.out_features // self._width
         self._rotated_heads = self._heads + groups

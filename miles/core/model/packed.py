@@ -242,6 +242,13 @@ def _head_forward(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> Itera
         del head.forward
 
 
+def window_of(attention: Any) -> int | None:
+    """Tokens that a transformers attention module looks back at, itself included; None: all of them."""
+    # Mistral's layers all have the window of the configuration; Qwen's say for themselves whether they have one.
+    window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    return window
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
