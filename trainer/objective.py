@@ -16,11 +16,11 @@ from algorithms.kl_controller import adapted
 from algorithms.sft import nll
 from miles.data.types import Sample
 from trainer.contracts import StepResult
-from trainer.fsdp.batch import Batch, count, covariance_of, token_kl
-from trainer.fsdp.meters import Meters
-from trainer.fsdp.optimizer import Update
-from trainer.fsdp.scoring import Row
-from trainer.fsdp.turns import require_turns
+from trainer.rows.batch import Batch, count, covariance_of, token_kl
+from trainer.rows.meters import Meters
+from trainer.rows.row import Row
+from trainer.rows.schedule import Update
+from trainer.rows.turns import require_turns
 
 
 class Objective:

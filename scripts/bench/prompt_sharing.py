@@ -37,8 +37,9 @@ from algorithms.contracts import LossOutput  # noqa: E402
 from miles.core.model.fused_layer import fuse_layers  # noqa: E402
 from miles.core.planning.meters import Meter  # noqa: E402
 from miles.data.types import Sample, Status  # noqa: E402
-from trainer.fsdp.scoring import Row, Scorer  # noqa: E402
-from trainer.fsdp.share import MicroBatch, share  # noqa: E402
+from trainer.fsdp.scoring import Scorer  # noqa: E402
+from trainer.rows.row import Row  # noqa: E402
+from trainer.rows.share import MicroBatch, share  # noqa: E402
 from trainer.split_forward.share import PromptSharing  # noqa: E402
 
 MAX_TOKENS = 16384

@@ -121,9 +121,9 @@ def gradients_and_metrics(rank: int, world: int, path: Path, groups: list[Group]
     """One step up to the optimizer: its gradients, under a checkpoint's names, put together from all ranks."""
     backend = megatron(path, rank, world, trainer)
 
-    from trainer.fsdp.optimizer import Update
     from trainer.megatron.checkpoint import _described, _span
     from trainer.megatron.export import Exporter
+    from trainer.rows.schedule import Update
 
     backend._optimizer.step = lambda: Update(0.0, 0.0, True)
     metrics = backend.step_rl(groups).metrics

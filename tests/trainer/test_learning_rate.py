@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.config import OptimizerConfig
-from trainer.fsdp.schedule import learning_rate
+from trainer.rows.schedule import learning_rate
 
 
 @pytest.mark.parametrize(

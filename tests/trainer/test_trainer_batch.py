@@ -8,7 +8,7 @@ import numpy as np
 
 from miles.data.types import Status
 from tests.trainer_cases import make_group, make_sample
-from trainer.fsdp.batch import Batch
+from trainer.rows.batch import Batch
 
 
 def test_rewards_lengths_and_staleness() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer_cases import make_sample
-from trainer.fsdp.share import share
+from trainer.rows.share import share
 
 
 @settings(max_examples=60, deadline=None)

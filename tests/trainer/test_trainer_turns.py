@@ -26,7 +26,7 @@ from tests.trainer_cases import (
     single_rank,
     small_model,
 )
-from trainer.fsdp.batch import Batch
+from trainer.rows.batch import Batch
 
 EXACT = 1e-12
 

@@ -19,21 +19,24 @@ from algorithms.preference.config import PairConfig, PreferenceConfig, RewardMod
 from miles.core.checkpoint import reader, rng
 from miles.core.checkpoint.writer import CheckpointWriter
 from miles.core.model.config import LoraConfig, ModelConfig
+from miles.core.model.sharded import reshard
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
-from trainer.fsdp.batch import Batch, count, weights_of
 from trainer.fsdp.critic import Critic, build_critic
 from trainer.fsdp.distill import Distiller, build_distiller
 from trainer.fsdp.export import AdapterExporter, Exporter
-from trainer.fsdp.meters import Meters
-from trainer.fsdp.model import build_model, compute_dtype_of, reshard
-from trainer.fsdp.optimizer import Optimizer, Update
+from trainer.fsdp.model import build_model, compute_dtype_of
+from trainer.fsdp.optimizer import Optimizer
 from trainer.fsdp.pairs import PairLoss, mismatched
-from trainer.fsdp.scoring import BaseScorer, Row, Scorer
-from trainer.fsdp.share import MicroBatch, share
+from trainer.fsdp.scoring import BaseScorer, Scorer
 from trainer.fsdp.update import take_step
 from trainer.objective import Objective, result_of, sft_loss, tokens_of
+from trainer.rows.batch import Batch, count, weights_of
+from trainer.rows.meters import Meters
+from trainer.rows.row import Row
+from trainer.rows.schedule import Update
+from trainer.rows.share import MicroBatch, share
 from trainer.split_forward.share import PromptSharing
 from weight_sync.contracts import TensorSpec
 

@@ -13,15 +13,17 @@ from algorithms.contracts import LossOutput, Rewards, TokenAdvantages
 from algorithms.value import explained_variance, value_loss
 from miles.core.model.config import ModelConfig
 from miles.core.model.reward import packed_values
+from miles.core.model.sharded import reshard
 from miles.core.model.value import load_value_model
 from trainer.config import CriticConfig, TrainerConfig
-from trainer.fsdp.batch import Batch
-from trainer.fsdp.meters import Meters
-from trainer.fsdp.model import prepare, reshard
-from trainer.fsdp.optimizer import Optimizer, Update
-from trainer.fsdp.scoring import Row, own_part
-from trainer.fsdp.share import MicroBatch
+from trainer.fsdp.model import prepare
+from trainer.fsdp.optimizer import Optimizer
 from trainer.fsdp.update import take_step
+from trainer.rows.batch import Batch
+from trainer.rows.meters import Meters
+from trainer.rows.row import Row, own_part
+from trainer.rows.schedule import Update
+from trainer.rows.share import MicroBatch
 
 
 class Critic:

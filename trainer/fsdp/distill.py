@@ -30,9 +30,11 @@ from miles.core.model.compare import Measure, compare
 from miles.core.model.config import ModelConfig
 from miles.core.model.packed import output_head, through_head
 from miles.core.model.scoring import scaled_logits, score
-from trainer.fsdp.model import build_model, compute_dtype_of, reshard
-from trainer.fsdp.scoring import Row, Scorer
+from miles.core.model.sharded import reshard
+from trainer.fsdp.model import build_model, compute_dtype_of
+from trainer.fsdp.scoring import Scorer
 from trainer.fsdp.taught import TaughtRow, taught_row
+from trainer.rows.row import Row
 
 
 @dataclass(frozen=True, kw_only=True)

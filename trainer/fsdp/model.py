@@ -96,17 +96,3 @@ def shard(model: PreTrainedModel, *, world: int, device: torch.device, compute_d
         module.set_gradient_divide_factor(1.0)
         # gloo has no pre-multiplied sum, which a divide factor would otherwise use.
         module.set_force_sum_reduction_for_comms(True)
-
-
-def reshard(model: nn.Module) -> None:
-    """Drop gathered parameters. After a forward without backward the root keeps them, and would not see that its shards changed."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def last_microbatch(model: nn.Module, last: bool) -> None:
-    """Gradients are reduced over ranks in the last backward of an optimizer step only."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)

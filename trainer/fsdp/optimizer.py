@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimizerConfig
-from trainer.fsdp.schedule import learning_rate
+from trainer.rows.schedule import Update, learning_rate
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Update:
-    """What one optimizer step did. `grad_norm` is global and before clipping; `applied` is False when the weights did not move."""
-
-    grad_norm: float
-    lr: float
-    applied: bool
 
 
 class Optimizer:

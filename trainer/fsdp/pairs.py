@@ -17,7 +17,8 @@ from algorithms.preference.config import PairConfig, PreferenceConfig, RewardMod
 from algorithms.preference.objective import Pairs, preference_loss, reward_loss
 from miles.core.model.reward import packed_rewards
 from miles.data.types import Sample
-from trainer.fsdp.scoring import Row, Scorer
+from trainer.fsdp.scoring import Scorer
+from trainer.rows.row import Row
 
 
 @dataclass(kw_only=True, eq=False)

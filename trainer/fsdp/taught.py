@@ -15,8 +15,8 @@ from algorithms.distillation.sampled import Spans
 from miles.data.packing import pack
 from miles.data.taught import Reading
 from miles.data.types import Sample, Status
-from trainer.fsdp.scoring import Row, row_of
-from trainer.fsdp.share import MicroBatch
+from trainer.rows.row import Row, row_of
+from trainer.rows.share import MicroBatch
 
 
 @dataclass(kw_only=True, eq=False)

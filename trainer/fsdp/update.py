@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedModel
 
 from algorithms.contracts import LossOutput
-from trainer.fsdp.meters import Meters
-from trainer.fsdp.model import last_microbatch
-from trainer.fsdp.optimizer import Optimizer, Update
-from trainer.fsdp.scoring import Row
+from miles.core.model.sharded import last_microbatch
+from trainer.fsdp.optimizer import Optimizer
+from trainer.rows.meters import Meters
+from trainer.rows.row import Row
+from trainer.rows.schedule import Update
 
 
 def take_step(

@@ -21,11 +21,6 @@ from miles.data.packing import pack
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
-from trainer.fsdp.batch import Batch, count, weights_of
-from trainer.fsdp.meters import Meters
-from trainer.fsdp.optimizer import Update
-from trainer.fsdp.scoring import Row, RowLoss, row_of
-from trainer.fsdp.share import DUMMY, MicroBatch, share
 from trainer.megatron import cpu
 from trainer.megatron.architecture import architecture_of
 from trainer.megatron.directory import Source, write_directory
@@ -33,6 +28,11 @@ from trainer.megatron.layout import layout_of
 from trainer.megatron.mesh import open_mesh, summed
 from trainer.megatron.names import parts, shapes
 from trainer.objective import Objective, result_of, sft_loss
+from trainer.rows.batch import Batch, count, weights_of
+from trainer.rows.meters import Meters
+from trainer.rows.row import Row, RowLoss, row_of
+from trainer.rows.schedule import Update
+from trainer.rows.share import DUMMY, MicroBatch, share
 from weight_sync.contracts import TensorSpec
 
 cpu.redirect()  # before anything below imports Megatron-Core

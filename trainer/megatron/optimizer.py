@@ -13,10 +13,9 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from trainer.config import OptimizerConfig
-from trainer.fsdp.optimizer import Update
-from trainer.fsdp.schedule import learning_rate
 from trainer.megatron import cpu
 from trainer.megatron.mesh import Mesh, summed
+from trainer.rows.schedule import Update, learning_rate
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from trainer.fsdp.meters import Meters
-from trainer.fsdp.scoring import Row, RowLoss
 from trainer.megatron.attention import rows_of
 from trainer.megatron.mesh import Mesh
 from trainer.megatron.model import Chunk
 from trainer.megatron.scoring import score_parallel
+from trainer.rows.meters import Meters
+from trainer.rows.row import Row, RowLoss
 
 
 class Model:

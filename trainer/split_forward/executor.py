@@ -21,8 +21,8 @@ from miles.core.model.batch_invariant import is_batch_invariant
 from miles.core.model.fused_loss import PartLoss, fused_loss
 from miles.core.model.packed import through_head_of
 from miles.core.model.scoring import score
+from miles.core.model.sharded import last_microbatch
 from miles.core.planning.plan import Plan
-from trainer.fsdp.model import last_microbatch
 from trainer.split_forward.layout import PassLayout, Places
 from trainer.split_forward.rows import SplitRows
 

@@ -1,4 +1,4 @@
-"""A rank's micro-batches where common tokens are computed once: the counterpart of `trainer.fsdp.share` for `trainer.prompt_sharing`."""
+"""A rank's micro-batches where common tokens are computed once: the counterpart of `trainer.rows.share` for `trainer.prompt_sharing`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miles.core.planning.hardware import hardware_of
 from miles.core.planning.workload import workload_of
 from miles.data.packing import pack
 from miles.data.types import Sample
-from trainer.fsdp.share import DUMMY, MicroBatch
+from trainer.rows.share import DUMMY, MicroBatch
 from trainer.split_forward.executor import Split, SplitPass
 from trainer.split_forward.planner import THRESHOLDS, Batch, plan
 
@@ -43,7 +43,7 @@ class PromptSharing:
         self._workload, self._hardware = workload_of(self.model, self.compute_dtype), hardware_of(self.device.type, self.threads)
 
     def share(self, samples: Sequence[Sample], indices: Sequence[int], together: int = 1) -> list[MicroBatch]:
-        """As `trainer.fsdp.share.share`. The micro-batches belong together: they are to be run in order, all of them."""
+        """As `trainer.rows.share.share`. The micro-batches belong together: they are to be run in order, all of them."""
         lengths = [s.prompt_length for s in samples]
         batch = Batch(tokens=[s.tokens for s in samples], prompt_lengths=lengths, places=indices, together=together)
         plans = plan(batch, self._workload, self._hardware, world=self.world, capacity=self.capacity, thresholds=self.thresholds)

@@ -14,7 +14,7 @@ from algorithms.contracts import Counts, Covariance, Rewards, masked
 from algorithms.entropy_guard import covariance
 from algorithms.groups import all_equal
 from miles.data.types import Group, Sample, Status
-from trainer.fsdp.turns import token_credit
+from trainer.rows.turns import token_credit
 
 
 class Batch:

@@ -1,10 +1,20 @@
-"""The learning rate of each optimizer step: a pure function, so that resuming needs the step's number and nothing else."""
+"""Optimizer steps: what one did, and its learning rate, a pure function, so that resuming needs the step's number and nothing else."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from trainer.config import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step did. `grad_norm` is global and before clipping; `applied` is False when the weights did not move."""
+
+    grad_norm: float
+    lr: float
+    applied: bool
 
 
 def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:

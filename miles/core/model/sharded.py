@@ -1,0 +1,20 @@
+"""What every walk through a model under FSDP2 has to say to it; nothing, where the model is whole."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered parameters. After a forward without backward the root keeps them, and would not see that its shards changed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def last_microbatch(model: nn.Module, last: bool) -> None:
+    """Gradients are reduced over ranks in the last backward of an optimizer step only."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)

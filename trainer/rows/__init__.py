@@ -1,0 +1,1 @@
+"""Batches, rows and meters: what every trainer backend makes of groups of samples before a model sees them."""
