@@ -197,7 +197,7 @@ class MegatronBackend:
         if self._objective is not None:
             state |= self._objective.state()
         self._writer.wait()
-        self._writer.save(Path(folder), checkpoint.collect(self._chunks, self._optimizer, self.mesh), state, extra, keep=keep, asynchronous=asynchronous)
+        self._writer.save(Path(folder), checkpoint.collect(self._chunks, self._optimizer), state, extra, keep=keep, asynchronous=asynchronous)
 
     def wait_saved(self) -> None:
         self._writer.wait()

@@ -64,7 +64,7 @@ class _Strategy(SaveShardedStrategy):
         return True
 
 
-def collect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
+def collect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer) -> dict[str, Any]:
     """Copies of everything that is trained, whole on data-parallel rank 0 and described for dist_checkpointing. Collective."""
     collected: dict[str, Any] = {}
     for name, place, parameter, part in _described(chunks, optimizer):

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import linear, pad
 
-from miles.core.model.scoring import check_temperature, chunks, scaled_logits
+from miles.core.model.scoring import HeadGradients, check_temperature, chunks
+from miles.core.model.token_softmax import Scores, gradient_rows_, score_rows
 from trainer.megatron.mesh import Mesh, summed
 
 
@@ -43,7 +45,7 @@ def score_parallel(
 
 
 class _ScoreParallel(torch.autograd.Function):
-    """With z the scaled logits, p their softmax over all ranks and H its entropy: dlogprob/dz = onehot - p, dH/dz = -p (log p + H)."""
+    """Each rank scores its part of the vocabulary as if it were all; `_merged` says what follows for the whole."""
 
     @staticmethod
     def forward(
@@ -59,25 +61,17 @@ class _ScoreParallel(torch.autograd.Function):
         entropy_gradient: bool,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
+        here_N = targets_N - first
+        here_N = here_N.where((here_N >= 0) & (here_N < own), -1)
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        logprobs_N, normalizer_N, entropy_N = (hidden_ND.new_empty(len(hidden_ND), dtype=dtype) for _ in range(3))
+        logprobs_N, entropy_N, top_N, sum_N = (hidden_ND.new_empty(len(hidden_ND), dtype=dtype) for _ in range(4))
         for rows in chunks(len(hidden_ND), chunk):
-            logits_CV = scaled_logits(hidden_ND[rows], weight_WD[:own], temperature, torch.nn.functional.linear)
-            top_C = logits_CV.amax(-1) if own else logits_CV.new_full((len(logits_CV),), -torch.inf)
-            if group.size() > 1:
-                dist.all_reduce(top_C, dist.ReduceOp.MAX, group)
-            logits_CV = logits_CV - top_C[:, None]
-            exp_CV = logits_CV.exp()
-            here_CV, has_C = _local(targets_N[rows], first, own)
-            target_C = (logits_CV.gather(1, here_CV).squeeze(1) if own else torch.zeros_like(top_C)).where(has_C, 0.0)
-            sum_C, target_C, energy_C = summed(torch.stack((exp_CV.sum(-1), target_C, (exp_CV * logits_CV).sum(-1))), group)
-            log_C = sum_C.log()
-            logprobs_N[rows] = target_C - log_C
-            normalizer_N[rows] = log_C + top_C
-            if entropy:
-                entropy_N[rows] = log_C - energy_C / sum_C
-        ctx.save_for_backward(hidden_ND, weight_WD, targets_N, normalizer_N, entropy_N)
-        ctx.first, ctx.own, ctx.temperature, ctx.chunk, ctx.group = first, own, temperature, chunk, group
+            scores = _merged(_scores(hidden_ND[rows], weight_WD[:own], here_N[rows], temperature, entropy), here_N[rows] >= 0, group)
+            logprobs_N[rows], top_N[rows], sum_N[rows] = scores.logprobs_C, scores.top_C, scores.sum_C
+            if scores.entropy_C is not None:
+                entropy_N[rows] = scores.entropy_C
+        ctx.save_for_backward(hidden_ND, weight_WD, here_N, entropy_N, top_N, sum_N)
+        ctx.own, ctx.temperature, ctx.chunk, ctx.group = own, temperature, chunk, group
         ctx.set_materialize_grads(False)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
@@ -85,28 +79,44 @@ class _ScoreParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_WD, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
-        grad_logprobs_N = torch.zeros_like(normalizer_N) if grads[0] is None else grads[0]
-        grad_hidden_ND = torch.zeros_like(hidden_ND)
-        grad_weight_WD = torch.zeros_like(weight_WD, dtype=normalizer_N.dtype)
+        hidden_ND, weight_WD, here_N, entropy_N, top_N, sum_N = ctx.saved_tensors
         weight_VD = weight_WD[: ctx.own]
-        for rows in chunks(len(hidden_ND), ctx.chunk) if ctx.own else []:
-            logprobs_CV = scaled_logits(hidden_ND[rows], weight_VD, ctx.temperature, torch.nn.functional.linear) - normalizer_N[rows, None]
-            softmax_CV = logprobs_CV.exp()
-            factor_C = grad_logprobs_N[rows]
-            gradient_CV = softmax_CV * -factor_C[:, None]
-            here_CV, has_C = _local(targets_N[rows], ctx.first, ctx.own)
-            gradient_CV.scatter_add_(1, here_CV, factor_C.where(has_C, 0.0)[:, None])
-            if grads[1] is not None:
-                gradient_CV -= softmax_CV * (logprobs_CV + entropy_N[rows, None]) * grads[1][rows, None]
-            gradient_CV = (gradient_CV / ctx.temperature).to(weight_VD.dtype)
-            grad_hidden_ND[rows] = gradient_CV @ weight_VD
-            grad_weight_WD[: ctx.own] += gradient_CV.T @ hidden_ND[rows]
-        return summed(grad_hidden_ND, ctx.group), grad_weight_WD.to(weight_WD.dtype), *[None] * 8
+        grad_logprobs_N = torch.zeros_like(sum_N) if grads[0] is None else grads[0]
+        found = HeadGradients(hidden_ND, weight_VD)
+        for rows in chunks(len(hidden_ND), ctx.chunk):
+            logits_CV = linear(hidden_ND[rows], weight_VD)
+            # The log-probs themselves are not needed again.
+            scores = Scores(logprobs_C=sum_N[rows], entropy_C=entropy_N[rows], top_C=top_N[rows], sum_C=sum_N[rows])
+            of_entropy_C = None if grads[1] is None else grads[1][rows]
+            if ctx.own:
+                logits_CV = gradient_rows_(logits_CV, here_N[rows], scores, grad_logprobs_N[rows], of_entropy_C, ctx.temperature)
+            found.add(rows, logits_CV)
+        assert found.weight_VD is not None
+        return summed(found.hidden_ND, ctx.group), pad(found.weight_VD, (0, 0, 0, len(weight_WD) - ctx.own)), *[None] * 8
 
 
-def _local(targets_C: Tensor, first: int, own: int) -> tuple[Tensor, Tensor]:
-    """Each target's column here [C, 1], 0 where it is another rank's, and whether it is here [C]."""
-    columns_C = targets_C - first
-    has_C = (columns_C >= 0) & (columns_C < own)
-    return columns_C.where(has_C, 0)[:, None], has_C
+def _scores(hidden_CD: Tensor, weight_VD: Tensor, here_C: Tensor, temperature: float, entropy: bool) -> Scores:
+    """Within this part of the vocabulary, which may have no token at all."""
+    if len(weight_VD):
+        return score_rows(linear(hidden_CD, weight_VD), here_C.clamp(min=0), temperature, entropy)
+    zero_C = hidden_CD.new_zeros(len(hidden_CD), dtype=torch.promote_types(hidden_CD.dtype, torch.float32))
+    return Scores(logprobs_C=zero_C, entropy_C=zero_C if entropy else None, top_C=torch.full_like(zero_C, -torch.inf), sum_C=zero_C)
+
+
+def _merged(part: Scores, has_C: Tensor, group: dist.ProcessGroup) -> Scores:
+    """Scores in the whole vocabulary. With w the share of the probability that a part has, log p = log p_part + log w, and
+    H = sum over parts of w (H_part - log w)."""
+    if group.size() == 1:
+        return part
+    top_C = part.top_C.clone()
+    dist.all_reduce(top_C, dist.ReduceOp.MAX, group)
+    shrunk_C = part.sum_C * (part.top_C - top_C).exp()
+    sum_C = summed(shrunk_C.clone(), group)
+    weight_C = shrunk_C / sum_C
+    # Not the log of the weight, which is 0 where a part is far less probable than another.
+    log_weight_C = part.sum_C.log() - sum_C.log() + (part.top_C - top_C)
+    found = [(part.logprobs_C + log_weight_C).where(has_C, 0.0)]
+    if part.entropy_C is not None:
+        found.append(weight_C * part.entropy_C - torch.special.xlogy(weight_C, weight_C))
+    logprobs_C, *entropy_C = summed(torch.stack(found), group)
+    return Scores(logprobs_C=logprobs_C, entropy_C=entropy_C[0] if entropy_C else None, top_C=top_C, sum_C=sum_C)

@@ -63,11 +63,13 @@ def gradient_rows_(logits_CV: Tensor, targets_C: Tensor, scores: Scores, grad_lo
     """`grad_logprobs dlogprob/dlogits + grad_entropy dH/dlogits`, in the place of the raw logits that `scores` are of, and in their dtype.
 
     It is computed in float32 (float64) and rounded once: of a confident token 1 - p is small, and p itself would round to 1.
+    Where the logits are a part of the vocabulary and `scores` are of the whole, a target below 0 is one of another part.
     """
     if _on_triton(logits_CV):
         return _triton().gradient_rows_(logits_CV, targets_C, scores, grad_logprobs_C, grad_entropy_C, temperature)
     to_target_C = grad_logprobs_C / temperature
     to_all_C = to_target_C / -scores.sum_C
+    here_C, to_here_C = targets_C.clamp(min=0), to_target_C.where(targets_C >= 0, 0.0)
     for rows in _blocks(logits_CV):
         z_BV = _scaled(logits_CV[rows], temperature)
         exp_BV = z_BV.sub(scores.top_C[rows, None]).exp_()
@@ -79,7 +81,7 @@ def gradient_rows_(logits_CV: Tensor, targets_C: Tensor, scores: Scores, grad_lo
             # log p + H, then p (grad_entropy (log p + H) + grad_logprobs)
             shift_B = scores.entropy_C[rows] - _normalizer(scores.top_C[rows], scores.sum_C[rows])
             exp_BV.mul_(z_BV.add(shift_B[:, None]).mul_(to_entropy_B[:, None]).add_(to_all_C[rows, None]))
-        logits_CV[rows] = exp_BV.scatter_add_(1, targets_C[rows, None], to_target_C[rows, None])
+        logits_CV[rows] = exp_BV.scatter_add_(1, here_C[rows, None], to_here_C[rows, None])
     return logits_CV
 
 
