@@ -70,7 +70,9 @@ class AlgorithmConfig(Section):
     kl_target: float | None = Field(
         None, gt=0, description="KL to the reference, nats per token, that kl_coef is steered to, a little each step; null: kl_coef stays as it is"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator that is reported; the loss uses its right gradient")
+    kl_estimator: Literal["k1", "k2", "k3", "k3_clipped"] = Field(
+        "k3", description="estimator that is reported (in the reward the KL is k1's); the loss has the KL's own gradient with any of them"
+    )
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
     entropy_guard: Literal["none", "clip_cov", "kl_cov"] = Field(
         "none",

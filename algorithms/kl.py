@@ -5,6 +5,7 @@ With x sampled from the policy and d = log pi(x) - log ref(x), three estimates (
     k1 = d                  unbiased, can be negative
     k2 = d^2 / 2            biased, low variance
     k3 = exp(-d) - 1 + d    unbiased, never negative
+    k3_clipped = min(k3, 10)    a little low, and no token that the policy has all but given up owns the mean
 
 Differentiating an estimate is not estimating the gradient. grad KL = E[d grad log pi(x)], because E[grad log pi] = 0; but
 E[grad k1] = 0, and E[grad k3] = E[(1 - exp(-d)) grad log pi] is the gradient of the reverse divergence KL(ref || pi).
@@ -22,18 +23,23 @@ from torch import Tensor
 from algorithms.contracts import Rewards, Tokens, masked
 from algorithms.ratio import MAX_LOG_RATIO, ratio
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "k3_clipped"]
 MAX_WEIGHT = 2.0
+MAX_K3 = 10.0
 
 
 def estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: Estimator) -> Tensor:
-    """Estimated KL(policy || reference) of each token in nats, [N]. k3's exponent is bounded, so the value is finite."""
+    """Estimated KL(policy || reference) of each token in nats, [N]. k3's exponent is bounded, so the value is finite.
+
+    Example: a token of which the reference is 8 nats surer (d = -8) has k3 = e^8 - 9 = 2,972, and 10 as k3_clipped.
+    """
     difference_N = logprobs_N - reference_logprobs_N
     if estimator == "k1":
         return difference_N
     if estimator == "k2":
         return 0.5 * difference_N.square()
-    return (-difference_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 + difference_N
+    k3_N = (-difference_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 + difference_N
+    return k3_N.clamp(max=MAX_K3) if estimator == "k3_clipped" else k3_N
 
 
 def kl_loss(tokens: Tokens, reference_logprobs_N: Tensor, estimator: Estimator) -> Tensor:

@@ -47,12 +47,12 @@ def expected_gradient(behaviour: np.ndarray, estimator: str) -> np.ndarray:
     return logits.grad.numpy()
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_clipped"])
 def test_loss_gradient_is_the_kls_on_policy(estimator) -> None:
     np.testing.assert_allclose(expected_gradient(LOGITS, estimator), analytic_gradient(), atol=1e-14)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_clipped"])
 def test_loss_gradient_is_the_kls_off_policy(estimator) -> None:
     np.testing.assert_allclose(expected_gradient(BEHAVIOUR, estimator), analytic_gradient(), atol=1e-14)
 
@@ -79,7 +79,13 @@ def test_hand_worked_estimates(estimator, value) -> None:
     assert float(estimate(torch.tensor(-1.0), torch.tensor(-1.5), estimator)) == pytest.approx(value, rel=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(("gap", "k3", "clipped"), [(-8.0, np.exp(8) - 9, 10.0), (8.0, np.exp(-8) + 7, np.exp(-8) + 7), (0.0, 0.0, 0.0)])
+def test_the_clipped_estimate_bounds_the_token_that_the_policy_gave_up(gap, k3, clipped) -> None:
+    policy, reference = torch.tensor(-9.0 + gap, dtype=torch.float64), torch.tensor(-9.0, dtype=torch.float64)
+    assert [float(estimate(policy, reference, e)) for e in ("k3", "k3_clipped")] == pytest.approx([k3, clipped], rel=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_clipped"])
 def test_descending_the_loss_alone_brings_the_policy_to_the_reference(estimator) -> None:
     logits = torch.tensor(LOGITS, requires_grad=True)
     for _ in range(400):
