@@ -58,7 +58,9 @@ class TrainerConfig(OptimizerConfig):
     gpus_per_rank: float = Field(0, ge=0, description="GPUs of each rank; 0 trains on CPU with gloo")
     max_tokens_per_microbatch: int = Field(8192, ge=1, description="tokens packed into one forward; a longer sequence goes alone")
     optimizer_steps_per_batch: int = Field(1, ge=1, description="a step's batch is split into this many optimizer steps")
-    activation_checkpointing: bool = Field(False, description="recompute each layer in the backward: less memory, more time")
+    activations: Literal["keep", "recompute"] = Field(
+        "keep", description="what layers hold for the backward. keep: everything; recompute: their inputs, which takes less memory and more time"
+    )
     prompt_sharing: bool = Field(False, description="tokens that several sequences begin with are computed once: the same gradients, less work and memory")
     logprob_chunk: int | None = Field(None, ge=1, description="tokens whose logits exist at once; null: as many as have 2^26 logits, 256 MiB in float32")
 

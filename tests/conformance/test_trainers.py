@@ -120,7 +120,7 @@ def test_ppos_gradients_on_two_ranks_are_those_of_one(model: Path, two_ranks: Po
 @pytest.mark.full
 @pytest.mark.parametrize("max_tokens", [1, 24, 8192])
 def test_ppos_gradients_on_four_ranks_are_those_of_one(model: Path, four_ranks: Pool, critic: Path, expected_ppo: Any, max_tokens: int) -> None:
-    trainer = {"max_tokens_per_microbatch": max_tokens, "activation_checkpointing": True}
+    trainer = {"max_tokens_per_microbatch": max_tokens, "activations": "recompute"}
     is_ppo(four_ranks.run(ppo_step, model, critic, ppo_groups(), trainer, PPO)[0], expected_ppo)
 
 
@@ -138,7 +138,7 @@ def test_fewer_samples_than_ranks(model: Path, four_ranks: Pool) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_checkpointed_activations_give_equal_gradients(model: Path, two_ranks: Pool, expected_gradients: dict[str, Any], world: int) -> None:
-    options = {"trainer": {"activation_checkpointing": True, "max_tokens_per_microbatch": 24}}
+    options = {"trainer": {"activations": "recompute", "max_tokens_per_microbatch": 24}}
     found = rl_gradients(0, 1, model, mixed_groups(), options) if world == 1 else two_ranks.run(rl_gradients, model, mixed_groups(), options)[0]
     assert relative_difference(found, expected_gradients) < EXACT
 
@@ -538,5 +538,5 @@ def test_a_checkpoint_loads_at_another_number_of_ranks(model: Path, two_ranks: P
 @pytest.mark.full
 @pytest.mark.parametrize("max_tokens", [1, 60, 8192])
 def test_gradients_on_four_ranks_with_every_split(model: Path, four_ranks: Pool, expected_gradients: dict[str, Any], max_tokens: int) -> None:
-    options = {"trainer": {"max_tokens_per_microbatch": max_tokens, "activation_checkpointing": True}}
+    options = {"trainer": {"max_tokens_per_microbatch": max_tokens, "activations": "recompute"}}
     assert relative_difference(four_ranks.run(rl_gradients, model, mixed_groups(), options)[0], expected_gradients) < EXACT

@@ -149,7 +149,7 @@ def test_gradients_are_those_of_one_process(model: Path, two: Pool, expected_gra
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_recomputed_activations_give_equal_gradients(model: Path, two: Pool, expected_gradients: dict[str, Any], layout: str) -> None:
-    options = TWO[layout] | {"activation_checkpointing": True, "max_tokens_per_microbatch": 24}
+    options = TWO[layout] | {"activations": "recompute", "max_tokens_per_microbatch": 24}
     assert relative_difference(two.run(gradients_and_metrics, model, mixed_groups(), options)[0][0], expected_gradients) < EXACT
 
 

@@ -45,7 +45,7 @@ def expected(model: Path) -> dict[str, Any]:
     return peft_gradients(model, mixed_groups(), LORA)
 
 
-@pytest.mark.parametrize("trainer", [{"max_tokens_per_microbatch": 1}, {"max_tokens_per_microbatch": 24, "activation_checkpointing": True}, {}])
+@pytest.mark.parametrize("trainer", [{"max_tokens_per_microbatch": 1}, {"max_tokens_per_microbatch": 24, "activations": "recompute"}, {}])
 def test_gradients_are_pefts_whatever_the_split(model: Path, expected: dict[str, Any], trainer: dict[str, Any]) -> None:
     assert relative_difference(lora_gradients(0, 1, model, mixed_groups(), {"trainer": trainer}), expected) < EXACT
 

@@ -37,6 +37,7 @@ from trainer.rows.meters import Meters
 from trainer.rows.row import Row
 from trainer.rows.schedule import Update
 from trainer.rows.share import MicroBatch, share
+from trainer.split_forward.activations import Activations
 from trainer.split_forward.share import PromptSharing
 from weight_sync.contracts import TensorSpec
 
@@ -88,7 +89,8 @@ class FSDPBackend:
         rewards = isinstance(pairs, RewardModelConfig)
         if rewards and lora is not None:
             raise ValueError("[lora] trains a policy; a reward model is trained whole: leave [lora] out")
-        self.model = build(checkpointing=trainer.activation_checkpointing, reward_seed=seed if rewards else None, lora=lora, lora_seed=seed)
+        self._activations = None if trainer.activations == "keep" else Activations()
+        self.model = build(activations=self._activations, reward_seed=seed if rewards else None, lora=lora, lora_seed=seed)
         self._chunk = trainer.chunk(self.model.config.get_text_config().vocab_size)
         self._policy = Scorer(self.model, self._chunk, self.device)
         self._sharing: PromptSharing | None = None
@@ -102,7 +104,7 @@ class FSDPBackend:
         self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
         if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):
             if lora is None:
-                self._reference = Scorer(build(checkpointing=False).requires_grad_(False), self._chunk, self.device)
+                self._reference = Scorer(build().requires_grad_(False), self._chunk, self.device)
             else:
                 self._reference = BaseScorer(self.model, self._chunk, self.device)
         self._pairs = None if pairs is None else PairLoss(config=pairs, model=self.model, policy=self._policy, reference=self._reference)

@@ -24,6 +24,7 @@ from trainer.rows.meters import Meters
 from trainer.rows.row import Row, own_part
 from trainer.rows.schedule import Update
 from trainer.rows.share import MicroBatch
+from trainer.split_forward.activations import Activations
 
 
 class Critic:
@@ -100,5 +101,5 @@ def build_critic(
     """The critic of `policy` on this rank. It computes in the policy's dtype; its operators need not be those of an engine."""
     own = policy.model_copy(update={"path": config.path or policy.path, "true_on_policy": False})
     model = load_value_model(own.path, master_dtype, trust_remote_code=own.trust_remote_code)
-    checkpointing = trainer.activation_checkpointing
-    return Critic(config, prepare(model, own, master_dtype=master_dtype, world=world, device=device, checkpointing=checkpointing), total_steps)
+    activations = None if trainer.activations == "keep" else Activations()
+    return Critic(config, prepare(model, own, master_dtype=master_dtype, world=world, device=device, activations=activations), total_steps)

@@ -186,7 +186,7 @@ def build_distiller(
     teacher_model = model.model_copy(update={"path": config.teacher, "true_on_policy": False})
     teacher = None
     if config.place == "trainer":
-        teacher = build_model(teacher_model, master_dtype=master_dtype, world=world, device=device, checkpointing=False).requires_grad_(False)
+        teacher = build_model(teacher_model, master_dtype=master_dtype, world=world, device=device).requires_grad_(False)
     return Distiller(
         config,
         algorithm,

@@ -1,14 +1,11 @@
-"""Builds the model that a rank trains: loaded, made batch-invariant or checkpointed where asked, and sharded with FSDP2."""
+"""Builds the model that a rank trains: loaded, made batch-invariant where asked, given what governs its activations, and sharded with FSDP2."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from miles.core.model.config import LoraConfig, ModelConfig
@@ -16,6 +13,7 @@ from miles.core.model.fused_layer import fuse_layers
 from miles.core.model.load import load_config, load_model
 from miles.core.model.lora import add_adapters
 from miles.core.model.reward import add_reward_head, reward_shell
+from trainer.split_forward.activations import Activations
 
 
 def build_model(
@@ -24,13 +22,13 @@ def build_model(
     master_dtype: torch.dtype,
     world: int,
     device: torch.device,
-    checkpointing: bool,
+    activations: Activations | None = None,
     reward_seed: int | None = None,
     lora: LoraConfig | None = None,
     lora_seed: int = 0,
 ) -> PreTrainedModel:
     """The policy (or a reference) on `device`, parameters in `master_dtype`. With `reward_seed` a reward model, its head made from that.
-    With `lora` adapters, drawn from `lora_seed`, are all there is to train.
+    With `lora` adapters, drawn from `lora_seed`, are all there is to train. `activations` governs what layers keep; without it they keep everything.
 
     It stays in eval mode: dropout would make the importance ratio of an on-policy token differ from 1.
     """
@@ -40,11 +38,11 @@ def build_model(
         add_reward_head(model, reward_seed)
     if lora is not None:
         add_adapters(model, lora, lora_seed)
-    return prepare(model, config, master_dtype=master_dtype, world=world, device=device, checkpointing=checkpointing)
+    return prepare(model, config, master_dtype=master_dtype, world=world, device=device, activations=activations)
 
 
 def prepare(
-    model: PreTrainedModel, config: ModelConfig, *, master_dtype: torch.dtype, world: int, device: torch.device, checkpointing: bool
+    model: PreTrainedModel, config: ModelConfig, *, master_dtype: torch.dtype, world: int, device: torch.device, activations: Activations | None = None
 ) -> PreTrainedModel:
     """A model that was loaded, made ready to be trained on this rank: see `build_model`."""
     nn.Module.to(model, device)
@@ -53,11 +51,8 @@ def prepare(
 
         make_batch_invariant(model)
     fuse_layers(model)
-    if checkpointing:
-        for layer in decoder_layers(model):
-            # The instance's forward, not a wrapper module: parameter names stay, and FSDP's hooks stay outside the recompute.
-            # Nothing in eval mode draws random numbers, so their state need not be kept for it.
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    if activations is not None:
+        activations.attach(decoder_layers(model))
     compute_dtype = compute_dtype_of(config, master_dtype)
     # One rank that computes in its masters' dtype has nothing to gather or cast: FSDP2's hooks and copies cost it a fifth of a step.
     if world > 1 or compute_dtype != master_dtype:
@@ -80,7 +75,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} does not name its layers (_no_split_modules is {sorted(names)}), so it can be neither sharded nor checkpointed"
+            f"{type(model).__name__} does not name its layers (_no_split_modules is {sorted(names)}), so it can be neither sharded nor recomputed by layer"
         )
     return layers
 

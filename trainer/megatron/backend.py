@@ -97,7 +97,7 @@ class MegatronBackend:
         self._parts = parts(self.architecture, layout, rank)
         self._source = Source(model.path, shapes(self.architecture))
 
-        config = self._transformer(master_dtype, recompute=trainer.activation_checkpointing)
+        config = self._transformer(master_dtype, recompute=trainer.activations == "recompute")
         chunks, masters = self._load(config, master_dtype)
         self._chunks = [self._wrapped(config, chunk, number) for number, chunk in enumerate(chunks)]
         self._ddp_options(config)

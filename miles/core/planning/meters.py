@@ -21,6 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from miles.core.planning.ledger import Held, Ledger
+
 _COLLECTIVES = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
@@ -39,6 +41,7 @@ class Meter:
 
     Args:
         model: whose parameters are not counted among the saved bytes, gathered or not.
+        ledger: of whoever keeps tensors in autograd's stead (`trainer.split_forward.activations`), so that they count too.
     Attributes:
         flops: `matmul` and `attention`; a multiply-add is two, and what a causal mask hides is counted as computed.
         saved_bytes, peak_saved_bytes: held by autograd now and at most, each storage once.
@@ -46,16 +49,24 @@ class Meter:
         host_syncs: operators whose result the host must see before it can go on.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, ledger: Ledger | None = None):
         self._model = model
+        self.ledger = Ledger() if ledger is None else ledger
+        self.ledger.reset()
         self.flops: dict[str, int] = {}
-        self.saved_bytes = self.peak_saved_bytes = 0
         self.collectives: Counter[str] = Counter()
         self.collective_bytes: Counter[str] = Counter()
         self.host_syncs = 0
-        self._holders: Counter[int] = Counter()
         self._stack = ExitStack()
         self._flops = FlopCounterMode(display=False, custom_mapping=_MORE)
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.ledger.now
+
+    @property
+    def peak_saved_bytes(self) -> int:
+        return self.ledger.peak
 
     def __enter__(self) -> Meter:
         self._stack.enter_context(self._flops)
@@ -71,40 +82,19 @@ class Meter:
             self.flops["attention" if "attention" in str(operator) else "matmul"] += int(count)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        if is_parameter(tensor):
             return tensor
-        return _Held(self, tensor)
-
-    def hold(self, tensor: Tensor) -> int:
-        """Count `tensor`'s storage once; returns its key."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        self._holders[key] += 1
-        if self._holders[key] == 1:
-            self.saved_bytes += storage.nbytes()
-            self.peak_saved_bytes = max(self.peak_saved_bytes, self.saved_bytes)
-        return key
-
-    def release(self, key: int, size: int) -> None:
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            del self._holders[key]
-            self.saved_bytes -= size
+        # Cut from its graph, which holds this and would hold itself.
+        return Held(self.ledger, tensor.detach())
 
 
-class _Held:
-    """What autograd keeps in the tensor's stead: it is let go when the graph is."""
-
-    def __init__(self, meter: Meter, tensor: Tensor):
-        self.tensor, self._meter = tensor, meter
-        self._key, self._size = meter.hold(tensor), tensor.untyped_storage().nbytes()
-
-    def __del__(self) -> None:
-        self._meter.release(self._key, self._size)
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a saved tensor is a parameter or a view of one, which is there anyhow."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def _unpack(packed: Tensor | _Held) -> Tensor:
-    return packed.tensor if isinstance(packed, _Held) else packed
+def _unpack(packed: Tensor | Held) -> Tensor:
+    return packed.tensor if isinstance(packed, Held) else packed
 
 
 class _Operators(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
@@ -23,6 +21,7 @@ from miles.core.planning.plan import Plan
 from miles.core.planning.workload import workload_of
 from tests.core.model.architectures import VOCABULARY, pack, random_model
 from tests.trainer_cases import _exact_norm
+from trainer.split_forward.activations import Activations
 from trainer.split_forward.executor import Executor, Split
 from trainer.split_forward.planner import Batch, plan
 
@@ -62,8 +61,7 @@ def model(kind: str = "qwen3", *, checkpointed: bool = False, fused: bool = Fals
     if fused:
         assert fuse_layers(made) == 2
     if checkpointed:
-        for layer in made.model.layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        Activations().attach(made.model.layers)
     return made
 
 

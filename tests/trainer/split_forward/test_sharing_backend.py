@@ -92,7 +92,7 @@ def test_twenty_optimizer_steps_end_at_the_same_weights(model: Path) -> None:
 
 
 def test_checkpointed_activations(model: Path) -> None:
-    plain, sharing = both(model, {"activation_checkpointing": True})
+    plain, sharing = both(model, {"activations": "recompute"})
     plain.step_rl(sharing_groups())
     sharing.step_rl(sharing_groups())
     assert relative_difference(gradients(sharing), gradients(plain)) < EXACT

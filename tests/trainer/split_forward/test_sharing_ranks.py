@@ -50,7 +50,7 @@ def test_two_ranks_give_the_gradients_of_whole_rows_by_the_predicted_collectives
 
 
 def test_checkpointed_activations_on_two_ranks(model: Path, expected: dict[str, Any], two_ranks: Pool) -> None:
-    found = two_ranks.run(shared, model, sharing_groups(), {"max_tokens_per_microbatch": 40, "activation_checkpointing": True})[0][0]
+    found = two_ranks.run(shared, model, sharing_groups(), {"max_tokens_per_microbatch": 40, "activations": "recompute"})[0][0]
     assert relative_difference(found, expected) < EXACT
 
 
@@ -63,7 +63,7 @@ def test_a_group_on_more_ranks_than_it_has_samples(model: Path, four_ranks: Pool
 @pytest.mark.parametrize("max_tokens", [1, 24, 8192])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_four_ranks(model: Path, expected: dict[str, Any], four_ranks: Pool, max_tokens: int, checkpointed: bool) -> None:
-    options = {"max_tokens_per_microbatch": max_tokens, "activation_checkpointing": checkpointed}
+    options = {"max_tokens_per_microbatch": max_tokens, "activations": "recompute" if checkpointed else "keep"}
     found, counted, predicted = four_ranks.run(shared, model, sharing_groups(), options)[3]
     assert relative_difference(found, expected) < EXACT
     assert counted == predicted

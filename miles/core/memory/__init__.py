@@ -1,0 +1,1 @@
+"""What a training step keeps, and for how long: which activations are stored, compressed or computed again."""
