@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from algorithms import registry
+from algorithms.config import TURN_CREDIT
 from miles.core.model.config import ModelConfig
 from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Group, Sample
@@ -540,3 +542,33 @@ def test_a_checkpoint_loads_at_another_number_of_ranks(model: Path, two_ranks: P
 def test_gradients_on_four_ranks_with_every_split(model: Path, four_ranks: Pool, expected_gradients: dict[str, Any], max_tokens: int) -> None:
     options = {"trainer": {"max_tokens_per_microbatch": max_tokens, "activations": "recompute"}}
     assert relative_difference(four_ranks.run(rl_gradients, model, mixed_groups(), options)[0], expected_gradients) < EXACT
+
+
+BY_SEQUENCES = {"loss": "gspo", "aggregation": "sequence_mean", "old_logprobs": "recompute", "correction": "clip", "correction_level": "geometric"}
+OBJECTIVES = [
+    *[{"loss": name, "kl_coef": 0.1, "entropy_coef": 0.01} for name in registry.loss_names()],
+    *[{"advantages": name} for name in registry.advantage_names() if name not in ("gae", "gdpo", *TURN_CREDIT)],
+    *[{"old_logprobs": "recompute", "correction": "mask", "correction_level": level, "correction_high": 9.0} for level in ("token", "sequence", "geometric")],
+    *[{"entropy_guard": guard, "guard_share": 0.2} for guard in ("clip_cov", "kl_cov")],
+    *[{"aggregation": how, "scale": "none", "sequence_mask": 0.1} for how in ("token_mean", "sequence_mean", "sequence_sum_constant")],
+    {"kl_coef": 0.1, "kl_in": "reward"},
+]
+
+
+def do_not_differ_on_two_ranks(model: Path, pool: Pool, algorithm: dict[str, Any]) -> None:
+    """The gradient of the second of two updates, when ratios to the step's start have left 1, in small rows on two ranks and in one row on one."""
+    trainer = {"optimizer_steps_per_batch": 2, "lr": 1e-2}
+    expected = rl_gradients(0, 1, model, mixed_groups(), {"algorithm": algorithm, "trainer": trainer})
+    found = pool.run(rl_gradients, model, mixed_groups(), {"algorithm": algorithm, "trainer": trainer | {"max_tokens_per_microbatch": 24}})[0]
+    assert any(np.abs(gradient).max() > 0 for gradient in expected.values())
+    assert relative_difference(found, expected) < PENALISED
+
+
+def test_a_loss_of_whole_sequences_does_not_depend_on_ranks_and_rows(model: Path, two_ranks: Pool) -> None:
+    do_not_differ_on_two_ranks(model, two_ranks, BY_SEQUENCES)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("algorithm", OBJECTIVES, ids=str)
+def test_no_objective_depends_on_ranks_and_rows(model: Path, two_ranks: Pool, algorithm: dict[str, Any]) -> None:
+    do_not_differ_on_two_ranks(model, two_ranks, algorithm)
