@@ -9,7 +9,7 @@ clipped surrogate's, token by token, with an entropy bonus where entropy is aske
 sequences, of which each is longer than a chunk here, so that logits are computed twice. Beside it: bytes that the graph keeps between forward
 and backward, and how far the resident memory of a fresh process rises (on CUDA: allocated bytes).
 
-Bound: fused / unfused is at most 1.00 at both vocabularies, with and without entropy.
+Bound: fused / unfused is at most 1.00 at both vocabularies, with and without entropy, by the medians and by the fastest runs.
 """
 
 from __future__ import annotations
@@ -135,16 +135,16 @@ def compare(options: argparse.Namespace, vocabulary: int, entropy: bool) -> bool
             if repeat:
                 taken[form].append(spent)
     assert max(losses.values()) - min(losses.values()) < 1e-4 * abs(losses["unfused"]), losses
-    base = statistics.median(taken["unfused"])
+    base, fastest = statistics.median(taken["unfused"]), min(taken["unfused"])
     arguments = [f"--{name}={getattr(options, name)}" for name in ("tokens", "width", "chunk", "dtype", "device")]
     for form in FORMS:
         median, extra = statistics.median(taken[form]), rise(arguments, vocabulary, entropy, form)
         print(
             f"{vocabulary:>10,} {'yes' if entropy else 'no':>8} {form:>10} {median:>9.3f} {min(taken[form]):>7.3f} {max(taken[form]):>7.3f} "
-            f"{median / base:>7.2f} {saved[form] / MIB:>11.0f} {extra:>13.0f}",
+            f"{median / base:>7.2f} {min(taken[form]) / fastest:>9.2f} {saved[form] / MIB:>11.0f} {extra:>13.0f}",
             flush=True,
         )
-    return statistics.median(taken["fused"]) <= BOUND * base
+    return statistics.median(taken["fused"]) <= BOUND * base and min(taken["fused"]) <= BOUND * fastest
 
 
 def main() -> int:
@@ -164,7 +164,8 @@ def main() -> int:
         print(alone(options))
         return 0
     print(f"{options.tokens} tokens, width {options.width}, chunk {options.chunk}, {options.dtype} on {options.device}; median of {options.repeats}")
-    print(f"{'vocabulary':>10} {'entropy':>8} {'form':>10} {'seconds':>9} {'min':>7} {'max':>7} {'ratio':>7} {'saved MiB':>11} {'peak rise MiB':>13}")
+    times = f"{'seconds':>9} {'min':>7} {'max':>7} {'ratio':>7} {'of mins':>9}"
+    print(f"{'vocabulary':>10} {'entropy':>8} {'form':>10} {times} {'saved MiB':>11} {'peak rise MiB':>13}")
     kept = [compare(options, vocabulary, entropy) for vocabulary in options.vocabulary for entropy in (False, True)]
     print(f"fused / unfused <= {BOUND:.2f}: {'kept' if all(kept) else 'MISSED'}")
     return 0 if all(kept) else 1
