@@ -2,25 +2,26 @@
 
     python scripts/bench/families.py                              every family, seeds 0 1 2
     python scripts/bench/families.py --only grpo dpo --seeds 0    some of them
+    python scripts/bench/families.py --steps 0 --write docs/families.md     no training: the table of the runs that are finished in FOLDER
 
-For each seed a fresh model is fine-tuned on the task (90 steps) and every family goes on from it for a short run of its recipe under
-`scripts/recipes/`, with the overrides that stand beside its name below. The measure is the family's own, on held-out data: pass@1 of
-sampled answers for what rewards teach, the divergence from the teacher for distillation, the share of pairs ranked right for
-preference and reward models. The runs are short, so the table shows that each learns, not which is best. With rewards, a batch is split
-into 4 optimizer steps, so that ratios leave 1 and clips, gates, masks and corrections have something to do.
+For each seed a fresh model is fine-tuned on the task and every family goes on from it for a short run of its recipe under `scripts/recipes/`,
+with the overrides that stand beside its name below. The measure is the family's own: pass@1 of sampled answers to held-out words for what
+rewards teach, the divergence from the teacher on them for distillation, the objective itself on held-out pairs for preferences, the share
+of these that are ranked right for a reward model, the loss on batches not seen before for SFT. The runs are short, so the table shows that
+each learns, not which is best. With rewards, a batch is split into 4 optimizer steps, so that ratios leave 1 and clips, gates and masks
+have something to do; where engines lag, they are up to 2 batches ahead.
 
-Results are kept in `FOLDER/results.jsonl` one by one: an interrupted call goes on where it stopped. Exit code 1 when a family did not
-improve for some seed.
+What is finished stays in FOLDER: an interrupted call goes on where it stopped. Exit code 1 when a family did not improve for some seed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import datetime
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,9 +56,10 @@ class Command:
     more_is_better: bool = True
 
 
+SFT = Command(SFTRecipe, sft.run, "loss/nll", more_is_better=False)
 RL = Command(RLRecipe, rl.run, "eval/pass_at_1")
 DISTILL = Command(DistillRecipe, rl.run, "eval/distill_kl", more_is_better=False)
-PREFER = Command(PreferenceRecipe, prefer.run, "eval/preference_accuracy")
+PREFER = Command(PreferenceRecipe, prefer.run, "eval/preference_loss", more_is_better=False)
 REWARD = Command(RewardModelRecipe, reward.run, "eval/preference_accuracy")
 
 
@@ -76,6 +78,12 @@ def grpo(name: str, *overrides: str) -> Family:
     return Family(name, RL, "quickstart_rl", (*split, *(f"algorithm.{o}" for o in overrides)))
 
 
+def lagging(name: str, *overrides: str) -> Family:
+    """`grpo` with engines up to two batches ahead of the trainer."""
+    family = grpo(name, *overrides)
+    return Family(family.name, RL, family.source, (*family.overrides, "run.max_staleness=2"))
+
+
 def distill(name: str, *overrides: str) -> Family:
     return Family(name, DISTILL, "quickstart_distill", overrides)
 
@@ -85,6 +93,7 @@ def preference(objective: str, *overrides: str) -> Family:
 
 
 FAMILIES = [
+    Family("sft", SFT, "quickstart_sft"),
     # advantages
     grpo("grpo"),
     grpo("grpo, mean-absolute scale", "scale=mean_abs"),
@@ -107,14 +116,13 @@ FAMILIES = [
     grpo("dppo_kl", "loss=dppo_kl"),
     grpo("clip_cov guard", "entropy_guard=clip_cov"),
     grpo("kl_cov guard", "entropy_guard=kl_cov"),
-    # engines that differ or lag
-    grpo("truncated importance sampling", "old_logprobs=recompute", "correction=truncate"),
-    grpo("IcePop", "old_logprobs=recompute", "correction=mask"),
-    grpo("decoupled PPO", "old_logprobs=recompute", "correction=importance"),
+    # engines that lag
+    lagging("truncated importance sampling, engines ahead", "old_logprobs=recompute", "correction=truncate"),
+    lagging("IcePop, engines ahead", "old_logprobs=recompute", "correction=mask"),
+    lagging("decoupled PPO, engines ahead", "old_logprobs=recompute", "correction=importance"),
+    lagging("sequence-level truncation, engines ahead", "old_logprobs=recompute", "correction=truncate", "correction_level=sequence"),
     grpo("off-policy sequence masking", "sequence_mask=0.1"),
-    # KL to the reference
-    grpo("KL k1 in the loss", "kl_coef=0.005", "kl_estimator=k1"),
-    grpo("KL k2 in the loss", "kl_coef=0.005", "kl_estimator=k2"),
+    # KL to the reference: whichever estimate is reported, the loss has the gradient of the KL itself
     grpo("KL k3 in the loss", "kl_coef=0.005", "kl_estimator=k3"),
     grpo("KL in the reward, steered", "kl_coef=0.005", "kl_in=reward", "kl_target=0.05"),
     # distillation from the seed's GRPO model
@@ -134,7 +142,7 @@ FAMILIES = [
 
 @dataclass(frozen=True)
 class Result:
-    """A family's measure on held-out data before its first and after its last step."""
+    """A family's measure before its first and after its last step."""
 
     family: str
     seed: int
@@ -145,36 +153,47 @@ class Result:
 def main() -> int:
     options = parse()
     families = [f for f in FAMILIES if not options.only or f.name in options.only]
-    results = [r for r in stored(options.folder) if r.seed in options.seeds]
-    done = {(r.family, r.seed) for r in results}
-    connect(ClusterConfig())
-    try:
-        for seed in options.seeds:
-            for family in families:
-                if (family.name, seed) not in done:
-                    results.append(learn(family, seed, options.folder, options.steps))
-                    keep(options.folder, results[-1])
-    finally:
-        ray.shutdown()
-    wanted = {f.name for f in families}
-    return show(families, [r for r in results if r.family in wanted])
+    runs = [(family, seed) for seed in options.seeds for family in families]
+    unfinished = [(family, seed) for family, seed in runs if result(family, seed, options) is None]
+    if options.steps and unfinished:
+        connect(ClusterConfig())
+        try:
+            for family, seed in unfinished:
+                learn(family, seed, options)
+        finally:
+            ray.shutdown()
+    found = [r for family, seed in runs if (r := result(family, seed, options)) is not None]
+    if options.write:
+        options.write.write_text(page(families, found, options), encoding="utf-8")
+    return show(families, found)
 
 
-def learn(family: Family, seed: int, folder: Path, steps: int) -> Result:
-    start = prepare(folder / f"seed-{seed}", seed)
-    where = free(start / family.name.replace(" ", "_").replace(",", ""))
+def place(family: Family, seed: int, folder: Path) -> Path:
+    """The family's run folder."""
+    return folder / f"seed-{seed}" / family.name.replace(" ", "_").replace(",", "")
+
+
+def result(family: Family, seed: int, options: argparse.Namespace) -> Result | None:
+    """What the run in its folder came to; None where there is none that is finished."""
+    metrics = place(family, seed, options.folder) / "metrics.jsonl"
+    if not metrics.exists():
+        return None
+    steps, values = read_metrics(metrics).get(family.command.measure, ([], []))
+    if len(values) < 2 or (family.command is not SFT and options.steps and steps[-1] != options.steps):
+        return None
+    return Result(family.name, seed, values[0], values[-1])
+
+
+def learn(family: Family, seed: int, options: argparse.Namespace) -> None:
+    start = prepare(options.folder / f"seed-{seed}", seed)
+    if family.command is SFT:
+        return
+    where = free(place(family, seed, options.folder))
     print(f"\n== {family.name}, seed {seed}", flush=True)
-    common = {
-        "run.folder": where,
-        "run.seed": seed,
-        "run.steps": steps,
-        "model.path": start / "sft" / "model",
-    }
-    common |= data_of(family, start, steps)
+    common: dict[str, object] = {"run.folder": where, "run.seed": seed, "run.steps": options.steps, "model.path": start / "sft" / "model"}
+    common |= data_of(family, start, options.steps)
     command = family.command
     command.run(load(command.schema, RECIPES / f"{family.source}.toml", [*(f"{k}={v}" for k, v in common.items()), *family.overrides]))
-    values = read_metrics(where / "metrics.jsonl")[command.measure][1]
-    return Result(family.name, seed, values[0], values[-1])
 
 
 def data_of(family: Family, start: Path, steps: int) -> dict[str, object]:
@@ -222,44 +241,55 @@ def free(folder: Path) -> Path:
     return folder
 
 
-def stored(folder: Path) -> list[Result]:
-    path = folder / "results.jsonl"
-    return [Result(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+def improved(family: Family, found: Result) -> bool:
+    return found.after != found.before and (found.after > found.before) == family.command.more_is_better
 
 
-def keep(folder: Path, result: Result) -> None:
-    with (folder / "results.jsonl").open("a") as file:
-        file.write(json.dumps(asdict(result)) + "\n")
+def row(family: Family, results: Sequence[Result]) -> list[str]:
+    """Its cells in the table: means over seeds, and the seeds that improved."""
+    own = [r for r in results if r.family == family.name]
+    if not own:
+        return [family.name, family.command.measure, "", "", "", "not run"]
+    before, after = [r.before for r in own], [r.after for r in own]
+    spread = f"{min(after):.3f} to {max(after):.3f}"
+    better = sum(improved(family, r) for r in own)
+    return [family.name, family.command.measure, f"{statistics.mean(before):.3f}", f"{statistics.mean(after):.3f}", spread, f"{better} of {len(own)}"]
+
+
+COLUMNS = ("family", "measure", "before", "after", "range after", "seeds improved")
 
 
 def show(families: Sequence[Family], results: Sequence[Result]) -> int:
-    table = Table(title="each family's own measure on held-out data")
-    for column in ("family", "measure", "before", "after", "range after", "seeds improved"):
-        table.add_column(column, justify="left" if column in ("family", "measure") else "right")
-    failures = 0
+    table = Table(title="each family's own measure")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in COLUMNS[:2] else "right")
     for family in families:
-        own = [r for r in results if r.family == family.name]
-        improved = sum((r.after > r.before) == family.command.more_is_better and r.after != r.before for r in own)
-        failures += improved < len(own)
-        after = [r.after for r in own]
-        table.add_row(
-            family.name,
-            family.command.measure,
-            f"{statistics.mean(r.before for r in own):.3f}",
-            f"{statistics.mean(after):.3f}",
-            f"{min(after):.3f} to {max(after):.3f}",
-            f"{improved} of {len(own)}",
-        )
-    Console(width=130).print(table)
-    return 1 if failures else 0
+        table.add_row(*row(family, results))
+    Console(width=140).print(table)
+    by_name = {family.name: family for family in families}
+    return 0 if results and all(improved(by_name[r.family], r) for r in results) else 1
+
+
+def page(families: Sequence[Family], results: Sequence[Result], options: argparse.Namespace) -> str:
+    """The table in Markdown."""
+    cells = [list(COLUMNS), ["---"] * 2 + ["---:"] * 4, *(row(family, results) for family in families)]
+    lines = "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    seeds = sorted({r.seed for r in results})
+    return (
+        "# Each family of objectives learns\n\n"
+        f"Written by `scripts/bench/families.py`, whose head says what is measured and how, on {datetime.date.today()}: means over seeds "
+        f"{', '.join(map(str, seeds))}, as far as each has been run, on a model of 0.25M parameters. Less is better of a loss and of a divergence, more of "
+        f"the others. The runs are short: the table shows that each learns, not which is best.\n\n{lines}\n"
+    )
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="*", choices=[f.name for f in FAMILIES], metavar="FAMILY", help="default: all; distillation needs grpo's run")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=50, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=50, help="training steps of each run; 0: train nothing")
     parser.add_argument("--folder", type=Path, default=Path("runs/families"))
+    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     return parser.parse_args()
 
 
