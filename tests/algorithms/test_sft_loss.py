@@ -7,10 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from algorithms.contracts import Counts
 from algorithms.sft import nll
-from tests.algorithms.loss_batches import Row, count, rows, run
+from tests.algorithms.loss_batches import Row, count, numeric_gradient, rows, run, with_noise_where_masked
+
+few = settings(max_examples=10, deadline=None)
+seeds = st.integers(0, 2**31)
+lengths = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
 
 def test_nll_is_the_mean_over_trained_tokens() -> None:
@@ -57,3 +63,29 @@ def test_an_integer_weight_counts_as_that_many_copies() -> None:
 def test_without_weights_the_field_they_lie_in_is_not_read() -> None:
     row = Row(*[np.array([-1.0])] * 3, np.array([math.nan]), *[np.array([-1.0])] * 2, np.array([True]))
     assert run(nll, [row], count([row]))[0] == 1.0
+
+
+@few
+@given(seed=seeds, lengths=lengths, cut=st.integers(0, 5), weighted=st.booleans(), value=st.sampled_from([math.nan, -math.inf, 3.0]))
+def test_order_padding_and_microbatches_do_not_matter(seed, lengths, cut, weighted, value) -> None:
+    batch = [replace(row, advantages=np.abs(row.advantages)) for row in rows(seed, lengths)]
+    counts = count(batch)
+    if weighted:
+        counts = replace(counts, weight=float(sum(row.advantages[row.mask].sum() for row in batch)))
+    order = list(np.random.default_rng(seed).permutation(len(batch)))
+    noisy = [with_noise_where_masked(batch[i], seed + i, value) for i in order]
+    parts = [run(nll, part, counts) for part in (noisy[:cut], noisy[cut:]) if part]
+    loss, gradients, sums = run(nll, batch, counts)
+    assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-12, abs=1e-12)
+    assert sum(part[2]["loss/nll"] for part in parts) == pytest.approx(sums["loss/nll"], rel=1e-12, abs=1e-12)
+    for place, gradient in zip(order, [g for part in parts for g in part[1]], strict=True):
+        np.testing.assert_allclose(gradient, gradients[place], rtol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradient_equals_finite_differences(weighted) -> None:
+    (row,) = (replace(row, advantages=np.arange(1.0, 7.0)) for row in rows(2, [6]))
+    counts = replace(count([row]), weight=float(row.advantages[row.mask].sum()) if weighted else None)
+    _, gradients, _ = run(nll, [row], counts)
+    numeric = numeric_gradient(lambda logprobs: run(nll, [replace(row, logprobs=logprobs)], counts)[0], row.logprobs)
+    np.testing.assert_allclose(gradients[0], numeric[row.mask], atol=1e-8)

@@ -556,7 +556,7 @@ OBJECTIVES = [
 
 
 def do_not_differ_on_two_ranks(model: Path, pool: Pool, algorithm: dict[str, Any]) -> None:
-    """The gradient of the second of two updates, when ratios to the step's start have left 1, in small rows on two ranks and in one row on one."""
+    """AdamW's first moment after two updates, the second with ratios that have left 1: in small rows on two ranks, and in one row on one."""
     trainer = {"optimizer_steps_per_batch": 2, "lr": 1e-2}
     expected = rl_gradients(0, 1, model, mixed_groups(), {"algorithm": algorithm, "trainer": trainer})
     found = pool.run(rl_gradients, model, mixed_groups(), {"algorithm": algorithm, "trainer": trainer | {"max_tokens_per_microbatch": 24}})[0]
