@@ -297,8 +297,7 @@ class FSDPBackend:
         flat_N = torch.zeros(sum(s.response_length for s in samples), dtype=torch.float64, device=self.device)
         own = flat_N.split([s.response_length for s in samples])
         for micro in self._share(samples, range(len(samples)), whole=whole):
-            parts = score(self._policy.row(micro)).split(micro.packed.response_length_S.tolist())
-            for index, part in zip(micro.indices, parts, strict=False):
+            for index, part in micro.by_sample(score(self._policy.row(micro))):
                 own[index].copy_(part)
         if self.world > 1:
             dist.all_reduce(flat_N)

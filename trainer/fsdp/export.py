@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from miles.core.checkpoint.whole import whole
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config, tokenizer_of
 from miles.core.model.lora import adapter_tensors, adapters_of, base_name, merged, write_adapter
@@ -67,7 +66,6 @@ class Exporter:
             self._write(config, folder, state)
 
     def _write(self, config: ModelConfig, folder: Path, state: dict[str, Tensor]) -> None:
-        partial = _emptied(folder)
         model_config = load_config(config.path, trust_remote_code=config.trust_remote_code)
         model_config.dtype = self._dtype
         # A fresh shell: FSDP2 changes the class of the model it wraps, and its name would be written as the architecture.
@@ -77,9 +75,9 @@ class Exporter:
             with torch.device("meta"):
                 shell = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
             shell.generation_config = self._model.generation_config
-        shell.save_pretrained(partial, state_dict=state)
-        tokenizer_of(config).save_pretrained(partial)
-        _put(partial, folder)
+        with whole(folder) as partial:
+            shell.save_pretrained(partial, state_dict=state)
+            tokenizer_of(config).save_pretrained(partial)
 
     def _whole(self, own: str) -> Tensor:
         """One tensor, gathered, its adapter merged into it. Collective; off rank 0 it may lack the adapter, since nobody reads it there."""
@@ -113,22 +111,8 @@ class AdapterExporter:
         state = {name: tensor.to("cpu") for name, tensor in self.tensors(list(self._own))}
         if self._rank == 0:
             targets = sorted({weight.removesuffix(".weight").rpartition(".")[2] for weight in adapters_of(self._own)})
-            partial = _emptied(folder)
-            write_adapter(partial, state, self._lora, targets, config.path)
-            _put(partial, folder)
-
-
-def _emptied(folder: Path) -> Path:
-    """Where a directory is written before it appears as `folder`."""
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    return partial
-
-
-def _put(partial: Path, folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(partial, folder)
+            with whole(folder) as partial:
+                write_adapter(partial, state, self._lora, targets, config.path)
 
 
 def _own(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -128,10 +128,10 @@ class MegatronBackend:
         updates = [self._share(batch.samples, places, advantages) for places in batch.updates]
         for number, rows in enumerate(updates):
             if self._reference is not None and objective.reference_in_loss:
-                for row, scores_N in zip(rows, self._reference.score(rows, self._temperature), strict=False):
+                for row, scores_N in self._logprobs_by_row(self._reference, rows):
                     row.reference_logprobs_N = scores_N
             if number > 0 and objective.recompute:
-                for row, scores_N in zip(rows, self._policy.score(rows, self._temperature), strict=False):
+                for row, scores_N in self._logprobs_by_row(self._policy, rows):
                     row.start_logprobs_N = scores_N
         meters = Meters(self.device)
         results = []
@@ -262,11 +262,17 @@ class MegatronBackend:
         flat_N = torch.zeros(sum(s.response_length for s in samples), dtype=torch.float64, device=self.device)
         own = flat_N.split([s.response_length for s in samples])
         micros = self._micros(samples, range(len(samples)))
-        found = model.score([row_of(micro, None, self.device) for micro in micros], self._temperature)
-        for micro, scores_N in zip(micros, found if self.mesh.speaks else [], strict=False):
-            for index, part in zip(micro.indices, scores_N.split(micro.packed.response_length_S.tolist()), strict=False):
-                own[index].copy_(part)
+        scored = self._logprobs_by_row(model, [row_of(micro, None, self.device) for micro in micros])
+        if self.mesh.speaks:
+            for micro, (_, scores_N) in zip(micros, scored, strict=True):
+                for index, part in micro.by_sample(scores_N):
+                    own[index].copy_(part)
         return summed(flat_N, self.mesh.everyone).cpu()
+
+    def _logprobs_by_row(self, model: Model, rows: list[Row]) -> list[tuple[Row, Tensor]]:
+        """Each row with its log-probs; nothing on stages before the last. Collective."""
+        found = model.score(rows, self._temperature)
+        return list(zip(rows, found, strict=True)) if self.mesh.scores else []
 
     def _micros(self, samples: Sequence[Sample], places: Sequence[int]) -> list[MicroBatch]:
         layout = self.mesh.layout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
+from miles.core.checkpoint.whole import whole
 from miles.core.model.config import ModelConfig
 from miles.core.model.load import tokenizer_of
 from trainer.megatron.names import Part
@@ -64,16 +63,23 @@ def slices(ranges: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
 def write_directory(folder: Path, tensors: Iterable[tuple[str, Tensor]], model: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> None:
     """Weights, configuration and tokenizer, as transformers and SGLang load them. `tensors` are taken one at a time, and written whenever
     they fill a shard. The folder appears whole, in place of one that was there."""
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with whole(folder) as partial:
+        _write_shards(partial, tensors, dtype)
+        config.dtype = dtype
+        config.save_pretrained(partial)
+        if (Path(model.path) / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(model.path).save_pretrained(partial)
+        tokenizer_of(model).save_pretrained(partial)
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0
 
     def flush() -> None:
         if pending:
-            save_file(pending, partial / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+            save_file(pending, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
             shards.append(list(pending))
             pending.clear()
 
@@ -85,15 +91,7 @@ def write_directory(folder: Path, tensors: Iterable[tuple[str, Tensor]], model: 
         size += pending[name].nbytes
         total += pending[name].nbytes
     flush()
-    _name_shards(partial, shards, total)
-    config.dtype = dtype
-    config.save_pretrained(partial)
-    if (Path(model.path) / "generation_config.json").is_file():
-        GenerationConfig.from_pretrained(model.path).save_pretrained(partial)
-    tokenizer_of(model).save_pretrained(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(partial, folder)
+    _name_shards(folder, shards, total)
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:

@@ -48,7 +48,8 @@ class Optimizer:
         for group in self.inner.param_groups:
             # Megatron-Core marks norms and biases, and leaves it to its own scheduler, which is not used, to act on that.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        self._set_masters(masters)
+        if masters:
+            self._set_masters(masters)
         for part in self.parts():
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
@@ -140,7 +141,7 @@ class Optimizer:
     def _set_masters(self, masters: Sequence[Mapping[str, Tensor]]) -> None:
         """Megatron-Core made them from bfloat16, which has lost bits that the checkpoint has."""
         owners = {parameter: part for part in self.parts() for parameter in part.model_param_gbuf_map}
-        for chunk, values in zip(self._chunks, masters, strict=False):
+        for chunk, values in zip(self._chunks, masters, strict=True):
             for name, parameter in chunk.module.named_parameters():
                 if parameter.main_param is not None:
                     span = owners[parameter]._get_model_param_range_map(parameter)["param"]

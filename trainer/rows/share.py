@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ from miles.data.taught import Taught, nothing
 from miles.data.types import Sample, Status
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trainer.split_forward.executor import SplitPass
 
 
@@ -28,6 +30,11 @@ class MicroBatch:
     indices: tuple[int, ...]
     split: SplitPass | None = None
     taught: tuple[Taught | None, ...] = ()
+
+    def by_sample(self, values_N: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """One value a response token of the row -> each sample's place in the batch and its own values. A dummy's are left out."""
+        if self.indices:
+            yield from zip(self.indices, values_N.split(self.packed.response_length_S.tolist()), strict=True)
 
 
 def share(samples: Sequence[Sample], indices: Sequence[int], *, rank: int, world: int, max_tokens: int, together: int = 1) -> list[MicroBatch]:

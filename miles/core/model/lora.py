@@ -109,13 +109,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: LoraConfig, targets: list[str], base: str) -> None:
-    """`adapter_model.safetensors` and `adapter_config.json`, as `peft.PeftModel.from_pretrained` and SGLang read them."""
+    """`adapter_model.safetensors` and `adapter_config.json` in a folder that is there, as `peft.PeftModel.from_pretrained` and SGLang read them."""
     from safetensors.torch import save_file
 
     described = asdict(_peft_config(config, targets)) | {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, "target_modules": targets,
     }  # fmt: skip
-    folder.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in described.items() if k != "runtime_config"}, indent=2) + "\n", encoding="utf-8")
 
