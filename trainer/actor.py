@@ -14,7 +14,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from algorithms.config import AlgorithmConfig
 from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PairConfig
+from miles.config import ConfigError
 from miles.core.checkpoint.config import CheckpointConfig
+from miles.core.checkpoint.store import CheckpointError
 from miles.core.environment import worker_environment
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.data.types import Group, Sample
@@ -174,7 +176,17 @@ class TrainerGroup:
         await self._call("wait_saved")
 
     async def load(self, folder: Path) -> dict[str, Any]:
-        return await self._call("load", Path(folder).absolute())
+        """Take up the checkpoint in `folder`.
+
+        Raises:
+            ConfigError: it is not whole, or of another model, adapter, critic or backend.
+        """
+        try:
+            return await self._call("load", Path(folder).absolute())
+        except TrainerError as error:
+            if isinstance(error.__cause__, CheckpointError):
+                raise ConfigError(f"{error.__cause__}. Go on with the model and trainer that wrote it, or name a new run.folder") from error
+            raise
 
     async def export(self, folder: Path) -> None:
         await self._call("export", Path(folder).absolute())

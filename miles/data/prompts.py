@@ -104,6 +104,14 @@ class PromptStream:
         self.dataset = dataset
         self._order = EpochOrder(len(dataset), seed, dataset.shuffle)
 
+    def check_step(self, prompts: int) -> None:
+        """Raises ConfigError where a step of `prompts` prompts would hold one of them twice."""
+        if prompts > len(self.dataset):
+            raise ConfigError(
+                f"rollout.prompts_per_step = {prompts}, but there are {len(self.dataset)} prompts ({self.dataset.report}): a step would answer some twice. "
+                f"Use at most {len(self.dataset)}; rollout.samples_per_prompt gives more answers to each"
+            )
+
     def prompt(self, claim_id: int) -> Prompt:
         return self.dataset[self._order[claim_id]]
 

@@ -18,13 +18,14 @@ from miles.core.checkpoint.store import CheckpointStore
 from miles.core.model.load import end_tokens, prompt_room, tokenizer_of
 from miles.data.prompts import PromptDataset, PromptStream
 from miles.run.clock import Clock
-from miles.run.cluster import Places, cluster, engine_demands, teacher_demands, trainer_demands
+from miles.run.cluster import Places, cluster
+from miles.run.demands import engine_demands, teacher_demands, trainer_demands
 from miles.run.evaluate import Evaluation, Evaluator, sampling_params
 from miles.run.folder import held
 from miles.run.live import Live
 from miles.run.reader import check_reader
 from miles.run.recipe import DistillRecipe, RLRecipe
-from miles.run.resume import first_step
+from miles.run.resume import first_step, position
 from miles.run.samples import sample_table
 from miles.run.teacher import check_teacher
 from miles.run.teaching import Teaching, teaching_of
@@ -176,7 +177,7 @@ class RLRun:
     async def checkpoint(self) -> None:
         """Start writing a checkpoint when it is time and there is none of this version."""
         if self.checkpoints.due(self.version, every=self.recipe.checkpoint.every, last=self.steps):
-            await self.trainer.save(self.checkpoints.begin(self.version), {"version": self.version, "producer": self.producer.state_dict()})
+            await self.trainer.save(self.checkpoints.begin(self.version), position(self.recipe, self.version) | {"producer": self.producer.state_dict()})
 
     def record(self, clock: Clock, batch: Taken, trained: StepResult, published: PublishResult, evaluation: Evaluation | None) -> None:
         metrics = clock.metrics() | batch.counts | trained.metrics | (evaluation.metrics if evaluation else {})
@@ -229,6 +230,7 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
         check_reader("critic.path", config.critic.path, config.model, tokenizer, whose="policy", cure=cure)
     room = prompt_room(config.model, config.rollout.max_new_tokens, "rollout.max_new_tokens")
     stream = PromptStream(PromptDataset.load(config.data, tokenizer, room), config.run.seed)
+    stream.check_step(config.rollout.prompts_per_step)
     rewarded = bool(config.reward.functions)
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed, rewarded=rewarded) if config.evaluate.every else None
     stop_ids = end_tokens(config.model, tokenizer, config.rollout.stop)

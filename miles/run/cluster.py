@@ -15,40 +15,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from miles.config import ConfigError
 from miles.core.environment import worker_environment
 from miles.run import signals
+from miles.run.demands import Demand, Kind, sum_text, total
 from miles.run.machine import ray_address
 from miles.run.recipe import ClusterConfig
-from rollout.config import RolloutConfig, TeacherEngineConfig
-from trainer.config import TrainerConfig
 
 logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 30.0
-TEACHER = "teacher engine"
-
-
-@dataclass(frozen=True)
-class Demand:
-    """One actor's share of a node: what a recipe asks for, by role."""
-
-    role: str
-    cpus: float
-    gpus: float
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
-
-
-def trainer_demands(config: TrainerConfig) -> list[Demand]:
-    return [Demand("trainer rank", config.threads, config.gpus_per_rank)] * config.ranks
-
-
-def engine_demands(config: RolloutConfig) -> list[Demand]:
-    return [Demand("engine", config.threads, config.gpus_per_engine)] * config.engines
-
-
-def teacher_demands(config: TeacherEngineConfig | None) -> list[Demand]:
-    return [] if config is None else [Demand(TEACHER, config.threads, config.gpus_per_engine)] * config.engines
 
 
 @dataclass(frozen=True)
@@ -93,7 +66,7 @@ def cluster(config: ClusterConfig, demands: list[Demand], *, one_node: bool) -> 
         try:
             if not group.wait(PLACEMENT_TIMEOUT_S):
                 raise ConfigError(
-                    f"Ray could not place {_sum_text(demands)} within {PLACEMENT_TIMEOUT_S:.0f} s; free now: {_free_text()}. "
+                    f"Ray could not place {sum_text(demands)} within {PLACEMENT_TIMEOUT_S:.0f} s; free now: {_free_text()}. "
                     "Another job may hold the rest: wait for it, or ask for less"
                 )
             yield Places(group, tuple(demands))
@@ -130,26 +103,20 @@ def connect(config: ClusterConfig) -> None:
 
 def _check_fits(demands: list[Demand], one_node: bool) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for kind, amount in (("CPU", lambda d: d.cpus), ("GPU", lambda d: d.gpus)):
-        need = sum(amount(d) for d in demands)
+    kinds: tuple[Kind, ...] = ("CPU", "GPU")
+    for kind in kinds:
+        need = total(demands, kind)
         have = max((n.get(kind, 0) for n in nodes), default=0) if one_node else sum(n.get(kind, 0) for n in nodes)
         if need > have:
             where = "its largest node" if one_node and len(nodes) > 1 else "the Ray cluster"
             why = " (weight_sync.transport = 'tensor' keeps all on one machine; 'broadcast' may spread)" if one_node and len(nodes) > 1 else ""
             cure = "; cluster.cpus raises what a cluster started here may share out" if kind == "CPU" else ""
             raise ConfigError(
-                f"the run needs {_sum_text(demands, kind)} = {need:g} {kind}s, but {where} has {have:g}{why}. Fewer or thinner actors ask for less{cure}"
+                f"the run needs {sum_text(demands, kind)} = {need:g} {kind}s, but {where} has {have:g}{why}. Fewer or thinner actors ask for less{cure}"
             )
         for demand in demands:
-            if amount(demand) > max((n.get(kind, 0) for n in nodes), default=0):
-                raise ConfigError(f"one {demand.role} needs {amount(demand):g} {kind}s, but the largest node has {max(n.get(kind, 0) for n in nodes):g}")
-
-
-def _sum_text(demands: list[Demand], kind: str = "CPU") -> str:
-    roles: dict[str, list[float]] = {}
-    for demand in demands:
-        roles.setdefault(demand.role, []).append(demand.cpus if kind == "CPU" else demand.gpus)
-    return " + ".join(f"{len(amounts)} {role}{'s' * (len(amounts) > 1)} x {amounts[0]:g}" for role, amounts in roles.items())
+            if demand.of(kind) > max((n.get(kind, 0) for n in nodes), default=0):
+                raise ConfigError(f"one {demand.role} needs {demand.of(kind):g} {kind}s, but the largest node has {max(n.get(kind, 0) for n in nodes):g}")
 
 
 def _free_text() -> str:

@@ -14,7 +14,8 @@ from miles.core.model.config import ModelConfig
 from miles.core.model.load import end_tokens, prompt_room, tokenizer_of
 from miles.data.prompts import PromptDataset
 from miles.data.types import Group, Prompt, Status
-from miles.run.cluster import cluster, engine_demands
+from miles.run.cluster import cluster
+from miles.run.demands import engine_demands
 from miles.run.folder import held
 from miles.run.metrics import pass_at_k
 from miles.run.preflight import check_evaluate

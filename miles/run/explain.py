@@ -7,6 +7,7 @@ from pathlib import Path
 
 from miles.config import ConfigError, Section, load, read_recipe
 from miles.run import preflight
+from miles.run.demands import engine_demands, sum_text, teacher_demands, total, trainer_demands
 from miles.run.recipe import DistillRecipe, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, SupervisedRecipe
 from miles.tracking.redact import redact
 
@@ -71,11 +72,8 @@ def _rl_arithmetic(recipe: RLRecipe) -> Iterator[str]:
     yield from _trainer_arithmetic(recipe, f"response at most {recipe.rollout.max_new_tokens} tokens")
     if recipe.critic is not None:
         yield f"critic: as many optimizer steps of its own; in the first {recipe.critic.head_start} of {recipe.run.steps} steps it learns alone"
-    actors = [("engine", recipe.rollout.engines, recipe.rollout.threads), ("rank", recipe.trainer.ranks, recipe.trainer.threads)]
-    if recipe.teacher_engines is not None:
-        actors.append(("teacher engine", recipe.teacher_engines.engines, recipe.teacher_engines.threads))
-    each = " + ".join(f"{count} {name}{'s' * (count > 1)} x {threads}" for name, count, threads in actors)
-    yield f"CPUs: {each} = {sum(count * threads for _, count, threads in actors)}"
+    demands = trainer_demands(recipe.trainer) + engine_demands(recipe.rollout) + teacher_demands(recipe.teacher_engines)
+    yield f"CPUs: {sum_text(demands)} = {total(demands, 'CPU'):g}"
     ahead = {0: "synchronous", 1: "one step off"}.get(recipe.run.max_staleness, f"up to {recipe.run.max_staleness} batches ahead")
     yield f"staleness: at most {recipe.run.max_staleness} weight versions ({ahead})"
 
@@ -86,7 +84,8 @@ def _supervised_arithmetic(recipe: SupervisedRecipe) -> Iterator[str]:
     yield f"the run: {recipe.run.steps} steps x {recipe.batch_size} = {recipe.run.steps * recipe.batch_size} {what}"
     longest = recipe.data.max_tokens if isinstance(recipe, (SFTRecipe, PreferenceRecipe, RewardModelRecipe)) else None
     yield from _trainer_arithmetic(recipe, f"sequence at most {f'{longest} tokens' if longest else 'the context of the model'}")
-    yield f"CPUs: {recipe.trainer.ranks} ranks x {recipe.trainer.threads} = {recipe.trainer.ranks * recipe.trainer.threads}"
+    demands = trainer_demands(recipe.trainer)
+    yield f"CPUs: {sum_text(demands)} = {total(demands, 'CPU'):g}"
 
 
 def _trainer_arithmetic(recipe: RLRecipe | SupervisedRecipe, longest: str) -> Iterator[str]:

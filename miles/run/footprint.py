@@ -18,6 +18,7 @@ from trainer.config import TrainerConfig
 RAY_MIB, RANK_MIB, TORCH_ENGINE_MIB, SGLANG_ENGINE_MIB = 600, 450, 450, 1100
 _TRAINING_BYTES = 16  # float32 master, gradient and two Adam moments of a parameter, sharded over the ranks
 _COPY_BYTES = 8  # float32 weights and gradients, or bfloat16 weights, float32 gradients and a little over half of a master
+_TOKEN_BYTES = 17  # of a Sample: id, mask, log-prob and weight version
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -94,6 +95,16 @@ def engine_terms(model: ModelConfig, rollout: RolloutConfig, count: int) -> dict
         f"{engines} {rollout.engine} engine{'s' * (engines > 1)} x {base}": engines * base,
         f"{engines} x {count:,} parameters x {_BYTES[model.dtype]} B x 2 (old and new weights)": engines * 2 * _mib(count * _BYTES[model.dtype]),
     }
+
+
+def batch_terms(rollout: RolloutConfig, trainer: TrainerConfig, max_staleness: int) -> dict[str, int]:
+    """MiB by reason: the driver holds the batch that is trained and those that engines work ahead, and every rank the first of them.
+    Prompts are left out, whose length only the data tells."""
+    prompts, samples, tokens = rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_new_tokens
+    copies = max_staleness + 1 + trainer.ranks
+    size = prompts * samples * tokens * _TOKEN_BYTES * copies
+    ahead = f"{max_staleness + 1} batch{'es' * (max_staleness > 0)} + {trainer.ranks} ranks' copies"
+    return {f"({ahead}) x {prompts:,} prompts x {samples} samples x {tokens} tokens x {_TOKEN_BYTES} B": _mib(size)}
 
 
 def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: str, count: int, sent: int) -> dict[str, int]:

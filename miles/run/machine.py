@@ -18,6 +18,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def gpus() -> int:
+    """GPUs that torch sees here. Imports torch."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def free_memory() -> int:
     """Bytes of memory that can still be used, within the container's limit where there is one."""
     free = psutil.virtual_memory().available

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from miles.config import ConfigError, Resolved, nearest
 from miles.core.model.config import ModelConfig
 from miles.run import folder, footprint, machine
+from miles.run.demands import Demand, engine_demands, sum_text, teacher_demands, total, trainer_demands
 from miles.run.machine import MIB
 from miles.run.recipe import ClusterConfig, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, lora_of
 from miles.tracking.config import TrackingConfig
@@ -52,13 +54,6 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     _check_backend(recipe)
     adapters = _check_lora(recipe)
     _check_tracking(recipe.tracking)
-    engines = f"{recipe.rollout.engines} engines x {recipe.rollout.threads} threads"
-    ranks = f"{recipe.trainer.ranks} trainer ranks x {recipe.trainer.threads} threads"
-    cpus = recipe.rollout.engines * recipe.rollout.threads + recipe.trainer.ranks * recipe.trainer.threads
-    who = f"{engines} + {ranks}"
-    if teachers is not None:
-        who += f" + {teachers.engines} teacher engines x {teachers.threads} threads"
-        cpus += teachers.engines * teachers.threads
     count = footprint.parameters(Path(recipe.model.path))
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=recipe.algorithm.kl_coef > 0, adapters=adapters)
     if distill is not None and distill.place == "trainer":
@@ -71,8 +66,10 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
     sent = count if adapters is None else adapters
     terms |= footprint.transport_terms(recipe.model, recipe.weight_sync.transport, sent)
+    terms |= footprint.batch_terms(recipe.rollout, recipe.trainer, recipe.run.max_staleness)
     shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count, sent)
-    _check_cluster(recipe.cluster, who, cpus, terms, shared)
+    demands = trainer_demands(recipe.trainer) + engine_demands(recipe.rollout) + teacher_demands(teachers)
+    _check_cluster(recipe.cluster, demands, terms, shared)
 
 
 def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
@@ -89,8 +86,7 @@ def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
     reference = isinstance(recipe, PreferenceRecipe) and recipe.preference.needs_reference
     count = footprint.parameters(Path(recipe.model.path))
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=reference, adapters=adapters)
-    ranks, threads = recipe.trainer.ranks, recipe.trainer.threads
-    _check_cluster(recipe.cluster, f"{ranks} trainer ranks x {threads} threads", ranks * threads, terms, {})
+    _check_cluster(recipe.cluster, trainer_demands(recipe.trainer), terms, {})
 
 
 def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
@@ -103,8 +99,7 @@ def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
     _check_engine("rollout", recipe.rollout.engine)
     _check_tracking(recipe.tracking)
     terms = footprint.engine_terms(recipe.model, recipe.rollout, footprint.parameters(Path(recipe.model.path)))
-    engines, threads = recipe.rollout.engines, recipe.rollout.threads
-    _check_cluster(recipe.cluster, f"{engines} engines x {threads} threads", engines * threads, terms, {})
+    _check_cluster(recipe.cluster, engine_demands(recipe.rollout), terms, {})
 
 
 def _rewards(recipe: RLRecipe) -> list[str]:
@@ -210,16 +205,23 @@ def _check_tracking(tracking: TrackingConfig) -> None:
         raise ConfigError("tracking.wandb = 'online', but there is no key: set WANDB_API_KEY or run `wandb login`; or use tracking.wandb=offline")
 
 
-def _check_cluster(cluster: ClusterConfig, who: str, cpus: int, terms: dict[str, int], shared: dict[str, int]) -> None:
+def _check_cluster(cluster: ClusterConfig, demands: Sequence[Demand], terms: dict[str, int], shared: dict[str, int]) -> None:
     """A cluster that is joined has its own resources, which are checked once it answers; one started here has this machine's."""
     _check_ray_address(cluster)
     if machine.ray_address(cluster.address) is not None:
         return
-    have = cluster.cpus or max(2, os.cpu_count() or 1)
+    cpus, have = total(demands, "CPU"), cluster.cpus or max(2, os.cpu_count() or 1)
     if cpus > have:
         raise ConfigError(
-            f"the run needs {who} = {cpus} CPUs, but a cluster started here shares out {have} (the machine has {machine.cores()} cores). "
-            f"Ask for less, or let them share cores with cluster.cpus={cpus}"
+            f"the run needs {sum_text(demands)} = {cpus:g} CPUs, but a cluster started here shares out {have} (the machine has {machine.cores()} cores). "
+            f"Ask for less, or let them share cores with cluster.cpus={cpus:g}"
+        )
+    gpus = total(demands, "GPU")
+    if gpus and gpus > machine.gpus():
+        raise ConfigError(
+            f"the run needs {sum_text(demands, 'GPU')} = {gpus:g} GPUs, but this machine shows {machine.gpus()} to torch (CUDA_VISIBLE_DEVICES can hide "
+            "some). Ask for less (trainer.gpus_per_rank, rollout.gpus_per_engine, teacher_engine.gpus_per_engine; 0 runs on CPU), or join a cluster that "
+            "has them by cluster.address"
         )
     shared = {"cluster.object_store_mb": cluster.object_store_mb} | shared
     _check_shared_memory(shared)
@@ -239,7 +241,7 @@ def _check_shared_memory(terms: dict[str, int]) -> None:
     need, free = sum(terms.values()), machine.free_shared_memory()
     if free is not None and need * MIB > free:
         raise ConfigError(
-            f"/dev/shm has {free // MIB} MiB free, but the run needs {need} MiB: {_sum_text(terms)}. Give it more (a container: --shm-size=1g), lower "
+            f"/dev/shm has {free // MIB} MiB free, but the run needs {need} MiB: {_terms_text(terms)}. Give it more (a container: --shm-size=1g), lower "
             "cluster.object_store_mb (at least 80), or move weights by weight_sync.transport=broadcast, which with torch engines needs no room there"
         )
 
@@ -248,9 +250,10 @@ def _check_memory(terms: dict[str, int]) -> None:
     need, free = sum(terms.values()), machine.free_memory() // MIB
     if need > free:
         raise ConfigError(
-            f"the run needs about {need} MiB of memory, but {free} MiB are free: {_sum_text(terms)}. Use fewer ranks or engines, or a smaller model"
+            f"the run needs about {need} MiB of memory, but {free} MiB are free: {_terms_text(terms)}. Use fewer ranks or engines, "
+            "a smaller model or batch, or a lower run.max_staleness"
         )
 
 
-def _sum_text(terms: dict[str, int]) -> str:
+def _terms_text(terms: dict[str, int]) -> str:
     return " + ".join(f"{reason} = {mib}" for reason, mib in terms.items())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from miles.config import ConfigError
 from miles.core.checkpoint.store import CheckpointStore, read_manifest
 from miles.data.order import refuse_other_data
 from miles.run.recipe import RLRecipe, SupervisedRecipe
@@ -16,6 +18,12 @@ from miles.tracking.tracker import CONFIG_FILE
 logger = logging.getLogger(__name__)
 
 _NOTHING = "not there"
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts")
+
+
+def position(recipe: RLRecipe | SupervisedRecipe, version: int) -> dict[str, Any]:
+    """What every checkpoint says of itself: the steps behind it, and the model it is of."""
+    return {"version": version, "model": {"path": recipe.model.path, "sizes": _sizes(recipe.model.path)}}
 
 
 def first_step(recipe: RLRecipe | SupervisedRecipe, checkpoints: CheckpointStore, fingerprint: str) -> int | None:
@@ -26,14 +34,14 @@ def first_step(recipe: RLRecipe | SupervisedRecipe, checkpoints: CheckpointStore
     Args:
         fingerprint: of the data and its order.
     Raises:
-        ConfigError: the checkpoint's position was counted in other data.
+        ConfigError: the checkpoint's position was counted in other data, or it is of a model of another size.
     """
     latest = checkpoints.latest()
     if latest is None:
         logger.warning("--resume: there is no complete checkpoint in %s, so the run begins anew; checkpoint.every writes some on the way", checkpoints.root)
         return None
-    manifest = read_manifest(latest)
-    extra = manifest["extra"]
+    extra = read_manifest(latest)["extra"]
+    _refuse_other_sizes(extra, recipe.model.path)
     refuse_other_data(extra["producer"]["stream"] if "producer" in extra else extra["stream"], fingerprint)
     kept = checkpoints.root.parent / CONFIG_FILE
     if kept.is_file():
@@ -44,6 +52,26 @@ def first_step(recipe: RLRecipe | SupervisedRecipe, checkpoints: CheckpointStore
     if reached >= steps:
         logger.warning("--resume: the checkpoint is of step %d and run.steps = %d, so there is nothing left to train", reached, steps)
     return reached + 1
+
+
+def _refuse_other_sizes(extra: dict[str, Any], path: str) -> None:
+    """Checkpoints of before this was kept are checked when they are loaded, tensor by tensor."""
+    kept, here = extra.get("model", {"path": "", "sizes": {}}), _sizes(path)
+    both = [name for name in _SIZES if name in kept["sizes"] and name in here]
+    for name in both:
+        if kept["sizes"][name] != here[name]:
+            raise ConfigError(
+                f"--resume: model.path = {path!r} has {name} = {here[name]}, but the checkpoint is of {kept['path']!r} with {name} = {kept['sizes'][name]}. "
+                "Go on with the model that the run began with, or name a new run.folder"
+            )
+
+
+def _sizes(path: str) -> dict[str, int]:
+    """Of a model directory, from its config.json; nothing for a model on the hub."""
+    file = Path(path) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = config.get("text_config", config)
+    return {name: config[name] for name in _SIZES if isinstance(config.get(name), int)}
 
 
 def _changes(before: Any, now: Any, key: str) -> Iterator[str]:

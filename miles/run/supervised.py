@@ -14,12 +14,13 @@ from miles.core.checkpoint.store import CheckpointStore
 from miles.core.model.load import longest_sequence
 from miles.data.types import Sample
 from miles.run.clock import Clock
-from miles.run.cluster import cluster, trainer_demands
+from miles.run.cluster import cluster
+from miles.run.demands import trainer_demands
 from miles.run.folder import held
 from miles.run.held_out import HeldOut
 from miles.run.live import Live
 from miles.run.recipe import SupervisedRecipe, lora_of
-from miles.run.resume import first_step
+from miles.run.resume import first_step, position
 from miles.tracking.tracker import Tracker
 from trainer.actor import TrainerGroup
 from trainer.contracts import StepResult
@@ -63,7 +64,7 @@ class SupervisedRun:
     async def checkpoint(self) -> None:
         """Start writing a checkpoint when it is time and there is none of this version."""
         if self.checkpoints.due(self.version, every=self.recipe.checkpoint.every, last=self.recipe.run.steps):
-            await self.trainer.save(self.checkpoints.begin(self.version), {"version": self.version, "stream": self.fingerprint})
+            await self.trainer.save(self.checkpoints.begin(self.version), position(self.recipe, self.version) | {"stream": self.fingerprint})
 
 
 async def train(run: SupervisedRun) -> None:

@@ -13,7 +13,8 @@ from miles.core.model.load import context_length, end_tokens, load_tokenizer
 from miles.data.reading import Reader
 from miles.data.taught import Reading, Taught
 from miles.data.types import Group, Sample
-from miles.run.cluster import TEACHER, Places
+from miles.run.cluster import Places
+from miles.run.demands import TEACHER
 from miles.run.recipe import RLRecipe
 from rollout.engines.scoring import Scored, ScoreRequest, ScoringEngine
 from rollout.engines.sglang_address import SGLangAddress

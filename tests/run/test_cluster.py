@@ -13,7 +13,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from miles.config import ConfigError
 from miles.run import cluster as cluster_module
-from miles.run.cluster import Demand, cluster
+from miles.run.cluster import cluster
+from miles.run.demands import Demand
 from miles.run.recipe import ClusterConfig
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -53,7 +54,8 @@ TERMINATED = """
 import time
 from miles.run.signals import unwind_when_terminated
 unwind_when_terminated()
-from miles.run.cluster import ClusterConfig, Demand, cluster
+from miles.run.cluster import ClusterConfig, cluster
+from miles.run.demands import Demand
 try:
     with cluster(ClusterConfig(cpus=1), [Demand("engine", 1, 0)], one_node=True):
         print("up", flush=True)

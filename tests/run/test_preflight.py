@@ -12,6 +12,7 @@ from miles.core.model.config import ModelConfig
 from miles.run import footprint, machine, preflight
 from miles.run.recipe import RLRecipe, SFTRecipe
 from rollout.config import RolloutConfig
+from tests.trainer_cases import make_sample
 from trainer.config import TrainerConfig
 
 
@@ -136,8 +137,32 @@ def test_a_cluster_address_that_does_not_answer_is_refused(recipe):
 
 def test_more_cpus_than_there_are_shows_the_arithmetic(recipe):
     message = refused(recipe("trainer.ranks=300", "trainer.threads=2", "rollout.engines=3"))
-    assert "3 engines x 1 threads + 300 trainer ranks x 2 threads = 603 CPUs" in message
+    assert "300 trainer ranks x 2 + 3 engines x 1 = 603 CPUs" in message
     assert "cluster.cpus=603" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "arithmetic"),
+    [
+        (["trainer.ranks=2", "trainer.gpus_per_rank=0.5"], "2 trainer ranks x 0.5 = 1 GPUs"),
+        (["rollout.gpus_per_engine=2", "rollout.engine=sglang", "trainer.gpus_per_rank=1"], "1 trainer rank x 1 + 1 engine x 2 = 3 GPUs"),
+    ],
+)
+def test_gpus_of_a_machine_without_are_refused(recipe, options, arithmetic):
+    message = refused(recipe("cluster.cpus=3", *options))
+    assert f"the run needs {arithmetic}, but this machine shows 0 to torch" in message
+
+
+@pytest.mark.parametrize("option", ["rollout.prompts_per_step=1000000000", "run.max_staleness=1000000000"])
+def test_batches_that_do_not_fit_into_memory_are_refused(recipe, option):
+    assert "prompts x 8 samples x 256 tokens x 17 B = " in refused(recipe(option))
+
+
+def test_a_token_of_a_batch_has_as_many_bytes_as_are_counted():
+    sample = make_sample(0, 0, prompt=1, response=100)
+    held = sum(array.nbytes for array in (sample.tokens[1:], sample.loss_mask, sample.logprobs, sample.weight_versions))
+    terms = footprint.batch_terms(RolloutConfig(prompts_per_step=2**10, samples_per_prompt=1, max_new_tokens=2**10), TrainerConfig(ranks=2), 3)
+    assert list(terms.values()) == [held // 100 * (4 + 2)]
 
 
 def test_more_memory_than_there_is_shows_the_arithmetic(recipe):

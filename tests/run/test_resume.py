@@ -11,7 +11,7 @@ import pytest
 from miles.config import ConfigError, load
 from miles.core.checkpoint.store import MANIFEST, CheckpointStore
 from miles.run.recipe import SFTRecipe
-from miles.run.resume import first_step
+from miles.run.resume import first_step, position
 
 
 def recipe(*overrides: str) -> SFTRecipe:
@@ -54,3 +54,14 @@ def test_a_run_that_has_ended_says_that_nothing_is_left(tmp_path: Path, caplog: 
 def test_a_resumed_run_without_a_checkpoint_says_that_it_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert first_step(recipe(), CheckpointStore(tmp_path / "checkpoints"), "data") is None
     assert f"no complete checkpoint in {tmp_path / 'checkpoints'}, so the run begins anew" in caplog.text
+
+
+def test_a_model_of_another_size_is_refused_by_both_names(tmp_path: Path) -> None:
+    for name, hidden in (("small", 32), ("large", 64)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"hidden_size": hidden, "vocab_size": 50}), encoding="utf-8")
+    small, large = (recipe(f"model.path={tmp_path / name}") for name in ("small", "large"))
+    store = folder_of_a_run(tmp_path, step=10, extra=position(small, 10) | {"stream": "data"})
+    assert first_step(small, store, "data") == 11
+    with pytest.raises(ConfigError, match=rf"'{tmp_path}/large' has hidden_size = 64, but the checkpoint is of '{tmp_path}/small' with hidden_size = 32"):
+        first_step(large, store, "data")

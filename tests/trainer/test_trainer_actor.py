@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from algorithms.config import AlgorithmConfig
+from miles.config import ConfigError
 from miles.core.checkpoint.config import CheckpointConfig
-from miles.core.checkpoint.store import CheckpointStore
+from miles.core.checkpoint.store import MANIFEST, CheckpointStore
 from miles.core.model.config import ModelConfig
 from tests.trainer_cases import environment_of, kill_rank_1, make_group, make_sample, raise_on_rank_1
 from trainer.actor import TrainerError, TrainerGroup
@@ -65,6 +69,13 @@ def test_two_ranks_train_save_and_resume(group: TrainerGroup, loop: asyncio.Abst
     assert rescored == scores
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert threads == [(0, "PASSIVE", "1", 1, True), (1, "PASSIVE", "1", 1, True)]
+
+
+def test_a_checkpoint_that_does_not_fit_is_a_plain_error(group: TrainerGroup, loop: asyncio.AbstractEventLoop, tmp_path: Path) -> None:
+    dcp.save({"model.other": torch.zeros(3)}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / MANIFEST).write_text(json.dumps({"world": 2, "state": {}, "extra": {}}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"does not fit: tensor '[^']*': .*\. Go on with the model and trainer that wrote it"):
+        loop.run_until_complete(group.load(tmp_path))
 
 
 def test_what_a_rank_raises_reaches_the_driver_with_rank_and_traceback(group: TrainerGroup, loop: asyncio.AbstractEventLoop) -> None:
