@@ -18,6 +18,7 @@ from miles.core.model.load import tokenizer_of
 from miles.data.types import Group, Prompt, Sample, Status
 from rollout.config import RewardConfig, RolloutConfig
 from rollout.engines.contracts import Engine, EngineError, Generation, Request, SamplingParams
+from rollout.line import Line
 from rollout.rewards.runner import RewardRunner
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTask:
-    """A prompt to answer once per entry of `sampling`, within `timeout_s` seconds, rewards included."""
+    """A prompt to answer once per entry of `sampling`, within `timeout_s` seconds of its turn at the engine, rewards included."""
 
     claim_id: int
     prompt: Prompt
@@ -64,6 +65,7 @@ class RolloutActor:
     def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
         self._engine: Engine = _build_engine(spec)
+        self._line = Line(spec.rollout.max_running)
         self._rewards = RewardRunner(spec.reward, tokenizer_of(spec.model))
 
     async def start(self) -> str:
@@ -115,8 +117,10 @@ class RolloutActor:
             EngineError: the engine died; one that hangs may say so only when it is told to abort.
         """
         try:
-            async with asyncio.timeout(task.timeout_s):
-                generations = await self._generate_to_the_end(requests)
+            async with asyncio.timeout(None) as deadline:
+                # The further engines work ahead, the longer a group waits there behind others; that is no fault of its own.
+                with self._line.joined(len(requests), lambda: deadline.reschedule(asyncio.get_running_loop().time() + task.timeout_s)):
+                    generations = await self._generate_to_the_end(requests)
                 samples = [_sample(task, request, generation) for request, generation in zip(requests, generations, strict=True)]
                 return await self._rewards.score(samples, task.prompt)
         except TimeoutError:

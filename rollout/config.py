@@ -28,7 +28,9 @@ class RolloutConfig(SamplingConfig):
     prompts_per_step: int = Field(8, ge=1, description="prompts of one training step")
     samples_per_prompt: int = Field(8, ge=1, description="group size G")
     max_attempts: int = Field(3, ge=1, description="how often a failed group is tried before it counts as exhausted")
-    timeout_s: float = Field(600.0, gt=0, description="deadline of one group, generation and rewards, in seconds")
+    timeout_s: float = Field(
+        600.0, gt=0, description="deadline of one group, generation and rewards, in seconds from its turn at an engine: it waits while others fill max_running"
+    )
     max_running: int = Field(256, ge=1, description="sequences decoded at once by one engine")
     threads: int = Field(1, ge=1, description="CPU threads of each engine")
     gpus_per_engine: float = Field(0, ge=0, description="GPUs of each engine; 0 runs on CPU")

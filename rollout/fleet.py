@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 300.0
 
 WAVE_GRACE_S = 60.0
-"""An actor keeps the deadline of each group itself. One that has not answered so long after it hangs, and is taken for dead."""
+"""An actor keeps the deadline of each group itself, and some group of those it has is always at work. So one that gives no result so long
+after a deadline hangs, and is taken for dead."""
 
 
 Wave = list[tuple[GroupTask, "asyncio.Future[GroupResult]"]]
@@ -38,6 +39,18 @@ class Member:
     actor: Any
     ready: bool = False
     outstanding: dict[int, asyncio.Future[GroupResult]] = field(default_factory=dict)
+    watches: dict[asyncio.Timeout, float] = field(default_factory=dict)
+    """Of waves at work: how long the actor may be silent, and a group's deadline."""
+
+    @property
+    def patience_s(self) -> float:
+        return max(self.watches.values()) + WAVE_GRACE_S
+
+    def heard(self) -> None:
+        """A result came, so the actor lives."""
+        for watch in self.watches:
+            if not watch.expired():
+                watch.reschedule(asyncio.get_running_loop().time() + self.patience_s)
 
 
 class Fleet:
@@ -125,18 +138,21 @@ class Fleet:
         """Whatever happens here reaches the wave's futures: nobody else would end them, and whoever waits would wait for ever."""
         member = self._members[engine_id]
         actor = member.actor
-        limit_s = max(task.timeout_s for task, _ in wave) + WAVE_GRACE_S
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(None) as watch:
+                member.watches[watch] = max(task.timeout_s for task, _ in wave)
+                watch.reschedule(asyncio.get_running_loop().time() + member.patience_s)
                 await self._collect(engine_id, actor, wave)
         except RayTaskError as error:
             _raise_from(member, actor, wave, error.as_instanceof_cause())
         except TimeoutError:
-            self._lost(engine_id, actor, f"it has not answered within {limit_s:g} s")
+            self._lost(engine_id, actor, f"it has not answered within {member.patience_s:g} s")
         except RayError as error:
             self._lost(engine_id, actor, str(error).splitlines()[0])
         except Exception as error:  # noqa: BLE001 - raised from the futures, where the loop sees it
             _raise_from(member, actor, wave, error)
+        finally:
+            del member.watches[watch]
 
     async def _collect(self, engine_id: int, actor: Any, wave: Wave) -> None:
         member = self._members[engine_id]
@@ -144,6 +160,7 @@ class Fleet:
             result: GroupResult = await ref
             if member.actor is not actor:
                 return  # it was replaced, and its claims may be with its successor by now
+            member.heard()
             if result.kind == "engine_died":
                 self.mark_dead(engine_id, result.message)
                 return

@@ -125,6 +125,29 @@ def test_an_actor_that_hangs_past_its_own_deadline_is_taken_for_dead(make_fleet:
     asyncio.run(run())
 
 
+def test_an_actor_that_gave_a_result_may_be_silent_as_long_again(make_fleet: Callable[..., Fleet]) -> None:
+    """Groups wait for their turn at an engine, so a wave may take many deadlines."""
+
+    async def run() -> None:
+        ends: list[float | None] = []
+
+        async def looks(wave: Sequence[GroupTask]) -> AsyncIterator[Awaitable[GroupResult]]:
+            for task in wave:
+                ends.extend(watch.when() for watch in fleet._members[0].watches)
+                yield done(task)
+
+        fleet = make_fleet(looks)
+        await fleet.start()
+        await outcome(fleet, tasks(0, 1))
+        first, second = ends
+        assert first is not None
+        assert second is not None
+        assert second > first
+        assert not fleet._members[0].watches
+
+    asyncio.run(run())
+
+
 def test_late_news_of_an_old_actors_death_does_not_take_out_its_successor(make_fleet: Callable[..., Fleet]) -> None:
     async def run() -> None:
         news = asyncio.Event()

@@ -64,14 +64,34 @@ class AbortsTwice(Hanging):
         )
 
 
-def results(engine: Hanging, model: Path, monkeypatch: pytest.MonkeyPatch) -> list[GroupResult]:
+class OneAtATime(Hanging):
+    """Never answers the first call; the others as soon as that was aborted."""
+
+    def __init__(self) -> None:
+        super().__init__(broken=False)
+        self.calls = 0
+        self.free = asyncio.Event()
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        self.calls += 1
+        await (asyncio.Event() if self.calls == 1 else self.free).wait()
+        one = {"tokens": np.array([7]), "logprobs": np.zeros(1), "weight_versions": np.zeros(1, np.int32)}
+        return [Generation(request_id=request.request_id, finish="length", **one) for request in requests]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.free.set()
+
+
+def results(engine: Hanging, model: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 0.05, **rollout: Any) -> list[GroupResult]:
     monkeypatch.setattr(actor_module, "_build_engine", lambda spec: engine)
-    spec = RolloutSpec(model=ModelConfig(path=str(model)), rollout=RolloutConfig(), reward=RewardConfig(), log_folder="", name="engine-0")
+    config = RolloutConfig(**rollout)
+    rewards = RewardConfig(functions=[RewardItem(name="length", args={"max_tokens": 100, "buffer": 10})])
+    spec = RolloutSpec(model=ModelConfig(path=str(model)), rollout=config, reward=rewards, log_folder="", name="engine-0")
     sampling = (SamplingParams(max_new_tokens=2),) * 2
 
     async def run() -> list[GroupResult]:
         actor = RolloutActor(spec)
-        wave = [GroupTask(claim_id=c, prompt=prompt(c), sampling=sampling, timeout_s=0.05) for c in (3, 4)]
+        wave = [GroupTask(claim_id=c, prompt=prompt(c), sampling=sampling, timeout_s=timeout_s) for c in (3, 4)]
         return [result async for result in actor.run_groups(wave)]
 
     return asyncio.run(run())
@@ -81,6 +101,12 @@ def test_a_group_past_its_deadline_is_counted_and_leaves_nothing_in_the_engine(t
     engine = Hanging(broken=False)
     assert [(r.kind, r.message) for r in results(engine, tiny_model, monkeypatch)] == [("timed_out", "no result within 0.05 s")] * 2
     assert sorted(engine.aborted) == ["3/0", "3/1", "4/0", "4/1"]
+
+
+def test_the_time_that_a_group_waits_behind_others_is_not_counted(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of two at an engine with room for one: the second would be past a deadline that began together with the first's."""
+    found = results(OneAtATime(), tiny_model, monkeypatch, timeout_s=0.4, max_running=2)
+    assert {result.claim_id: result.kind for result in found} == {3: "timed_out", 4: "done"}
 
 
 def test_an_engine_that_hangs_and_cannot_abort_is_a_dead_engine_and_not_the_end_of_the_run(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
