@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from miles.core.checkpoint import reader, rng
 from miles.core.checkpoint.store import CheckpointError, CheckpointStore
 from miles.core.checkpoint.writer import CheckpointWriter
+from tests.forks import CONTEXT
 
 
 def _save(store: CheckpointStore, step: int, tensors: dict[str, torch.Tensor], *, keep: int | None = None, asynchronous: bool = False) -> CheckpointWriter:
@@ -126,12 +126,11 @@ def test_a_full_disk_is_an_error_and_the_previous_checkpoint_is_intact(tmp_path:
     assert torch.equal(found, torch.ones(1000))
 
 
-_FOREVER = """
-writer = CheckpointWriter(0, 1)
-for step in range(1, 10_000):
-    writer.save(CheckpointStore(Path(sys.argv[1])).begin(step), {"a": torch.full((500_000,), float(step))}, {"step": step}, {}, keep=2, asynchronous=True)
-    print(step, flush=True)
-"""
+def _save_for_ever(root: Path, started: Connection) -> None:
+    writer = CheckpointWriter(0, 1)
+    for step in range(1, 10_000):
+        writer.save(CheckpointStore(root).begin(step), {"a": torch.full((500_000,), float(step))}, {"step": step}, {}, keep=2, asynchronous=True)
+        started.send(step)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(60, marks=pytest.mark.full)])
@@ -139,15 +138,17 @@ def test_kill_9_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path, ki
     random_delay = random.Random(0)
     for attempt in range(kills):
         root = tmp_path / str(attempt)
-        process = _script(_FOREVER, str(root))
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_save_for_ever, args=(root, theirs))
+        process.start()
+        theirs.close()
         try:
-            assert process.stdout is not None
             for _ in range(3):
-                assert process.stdout.readline(), process.stderr.read() if process.stderr else ""
+                ours.recv()
             time.sleep(random_delay.uniform(0, 0.02))
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=30)
+            process.kill()
+            process.join()
         store = CheckpointStore(root)
         latest, step = store.latest(), store.latest_step()
         assert latest is not None

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.forks import CONTEXT
+
 
 def _rank(rank: int, world: int, store: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
@@ -58,7 +60,7 @@ def _rank(rank: int, world: int, store: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_gradients_under_fsdp_equal_those_of_one_process(world: int, tmp_path: Path) -> None:
-    context = mp.spawn(_rank, (world, str(tmp_path / "store")), nprocs=world, join=False)
+    context = mp.start_processes(_rank, (world, str(tmp_path / "store")), nprocs=world, join=False, start_method=CONTEXT.get_start_method())
     try:
         while not context.join(timeout=120):
             pass
