@@ -159,6 +159,26 @@ def weights(backend: FSDPBackend) -> dict[str, NDArray[Any]]:
     return {name: tensor.clone().numpy() for name, tensor in backend.weight_tensors([s.name for s in backend.weight_specs()])}
 
 
+def slices(backend: Any) -> list[tuple[str, tuple[tuple[int, int], ...], NDArray[Any]]]:
+    """This rank's own of the export: name, ranges, elements."""
+    return [(one.name, one.ranges, backend.weight_slice(one).clone().numpy()) for one in backend.weight_slices()]
+
+
+def assembled(of_ranks: list[list[tuple[str, tuple[tuple[int, int], ...], NDArray[Any]]]]) -> dict[str, NDArray[Any]]:
+    """Tensors from all ranks' slices, NaN where none has an element. Copies must be equal, bit for bit."""
+    found: dict[str, NDArray[Any]] = {}
+    every = [one for of_rank in of_ranks for one in of_rank]
+    for name in {name for name, _, _ in every}:
+        mine = [(ranges, array) for other, ranges, array in every if other == name]
+        shape = [max(ranges[d][1] for ranges, _ in mine) for d in range(len(mine[0][0]))]
+        full = found[name] = np.full(shape, np.nan, mine[0][1].dtype)
+        for ranges, array in mine:
+            place = full[tuple(slice(*r) for r in ranges)]
+            assert np.isnan(place).all() or np.array_equal(place, array), name
+            place[...] = array
+    return found
+
+
 def plain_model(path: Path, dtype: torch.dtype = torch.float64) -> Any:
     """The oracle's model: transformers' own attention (eager would compute its softmax in float32), one unpadded sequence at a time."""
     _PATCHED.forward = _exact_norm if dtype == torch.float64 else _NORM

@@ -12,9 +12,10 @@ from miles.config import Section
 class WeightSyncConfig(Section):
     """How weights reach the engines."""
 
-    transport: Literal["tensor", "broadcast", "delta"] = Field(
+    transport: Literal["tensor", "broadcast", "p2p", "delta"] = Field(
         "tensor",
-        description="tensor: shared memory, same machine; broadcast: a process group (gloo or NCCL); delta: changed bytes through a shared store",
+        description="tensor: shared memory, same machine; broadcast: a process group (gloo or NCCL); "
+        "p2p: engines read slices from each trainer rank (NIXL: RDMA or TCP); delta: changed bytes through a shared store",
     )
     store: str | None = Field(
         None, description="delta: a path that fsspec knows (folder, s3://, gs://) and that trainer and engines share; null: in the run folder"

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from weight_sync.slices import Slice
+
 
 class WeightSyncError(RuntimeError):
     """An update was refused or failed. The message names tensor, engine and versions."""
@@ -103,7 +105,38 @@ class FromStore:
     record: RecordId
 
 
-Payload = SharedMemory | FromGroup | FromStore
+@dataclass(frozen=True)
+class Source:
+    """A trainer rank's memory: the transfer engine's name and description of the process, and where its outgoing bytes begin there."""
+
+    name: str
+    agent: bytes
+    address: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """`piece` lies `offset` bytes behind the address of `sources[source]`, its elements in row-major order."""
+
+    source: int
+    offset: int
+    piece: Slice
+
+
+@dataclass(frozen=True)
+class FromShards:
+    """Payload of the `p2p` transport: what to read of the bucket, and where. Each read is the engine's, from the trainer's memory.
+
+    Attributes:
+        loopback: all is on one machine, and no other interface is to be used. timeout_s: of the whole bucket."""
+
+    sources: tuple[Source, ...]
+    reads: tuple[Read, ...]
+    loopback: bool
+    timeout_s: float
+
+
+Payload = SharedMemory | FromGroup | FromStore | FromShards
 
 
 @dataclass(frozen=True)
@@ -139,7 +172,8 @@ class WeightReceiver(Protocol):
         ...
 
     def weights_prepared(self, digests: bool) -> dict[str, str]:
-        """All buckets are here. With `digests`, xxh3 of every received tensor's bytes by name, else {}."""
+        """All buckets are here. With `digests`, xxh3 of every received tensor's bytes by name (`FromShards`: of every piece, see `Slice.of`),
+        else {}."""
         ...
 
     def weights_commit(self, version: int) -> None:
@@ -157,7 +191,8 @@ class WeightReceiver(Protocol):
 
 
 class WeightSource(Protocol):
-    """The trainer's side: what a backend offers. Every rank of the trainer calls it in step, since gathering is collective."""
+    """The trainer's side: what a backend offers. Full tensors are gathered, so every rank of the trainer asks for them in step; slices
+    are a rank's own."""
 
     def weight_specs(self) -> Sequence[TensorSpec]:
         """Names, shapes and dtypes of the export, equal on every rank; tied tensors once."""
@@ -165,4 +200,14 @@ class WeightSource(Protocol):
 
     def weight_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors, in the order of `names`, gathered one at a time. Collective; only rank 0 gets data, others empty tensors."""
+        ...
+
+    def weight_slices(self) -> Sequence[Slice]:
+        """What this rank holds of the export, adapters apart. Over all ranks, slices of one tensor are equal or disjoint.
+
+        Raises ValueError where the checkpoint's tensors are no rectangles of those in memory."""
+        ...
+
+    def weight_slice(self, piece: Slice) -> torch.Tensor:
+        """`piece`, part of one of `weight_slices`, of the checkpoint's shape and in its dtype. Not collective; may be a view on a parameter."""
         ...

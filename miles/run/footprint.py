@@ -124,7 +124,8 @@ def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: s
 
 def transport_terms(model: ModelConfig, transport: str, count: int) -> dict[str, int]:
     """MiB by reason."""
-    return {"the export that the next one is compared with": _mib(count * _BYTES[model.dtype])} if transport == "delta" else {}
+    reasons = {"delta": "the export that the next one is compared with", "p2p": "the slices that trainer ranks hold ready for engines to read"}
+    return {reasons[transport]: _mib(count * _BYTES[model.dtype])} if transport in reasons else {}
 
 
 def _mib(size: int) -> int:

@@ -50,7 +50,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     _check_engine("rollout", recipe.rollout.engine)
     if teachers is not None:
         _check_engine("teacher_engine", teachers.engine)
-    _check_store(recipe.weight_sync)
+    _check_transport(recipe.weight_sync)
     _check_backend(recipe)
     adapters = _check_lora(recipe)
     _check_tracking(recipe.tracking)
@@ -146,7 +146,9 @@ def _check_engine(section: str, engine: str) -> None:
         raise ConfigError(f"{section}.engine = 'sglang', but SGLang is not installed: run `bash scripts/install --test`, or use {section}.engine=torch")
 
 
-def _check_store(weight_sync: WeightSyncConfig) -> None:
+def _check_transport(weight_sync: WeightSyncConfig) -> None:
+    if weight_sync.transport == "p2p" and importlib.util.find_spec("nixl_cu12") is None:
+        raise ConfigError("weight_sync.transport = 'p2p', but NIXL is not installed: pip install nixl-cu12 (Linux), or use 'broadcast'")
     if weight_sync.store is None:
         return
     if weight_sync.transport != "delta":

@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from miles.core.model.lora import adapter_tensors
-from weight_sync.contracts import Bucket, FromStore, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
-from weight_sync.digests import digest
+from weight_sync.contracts import Bucket, FromShards, FromStore, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
+from weight_sync.layout import nbytes
 from weight_sync.manifest import check_manifest
+from weight_sync.slices import Slice
 from weight_sync.transports.broadcast import Membership
 from weight_sync.transports.delta import DeltaReader
+from weight_sync.transports.p2p import ShardReader, piece_digests, received
 from weight_sync.transports.shared_memory import read_bucket
 
 
@@ -31,13 +33,15 @@ class StagedWeights:
         self._membership = Membership("torch engine")
         self.join, self.leave = self._membership.join, self._membership.leave
         self._delta = DeltaReader()
+        self._shards = ShardReader("torch engine")
+        self._pieces: dict[str, list[Slice]] = {}
 
     def begin(self, manifest: Manifest) -> None:
         """Raises WeightSyncError naming the first tensor whose name, shape or dtype is not the model's, that comes twice or lacks."""
         if self._manifest is not None:
             raise WeightSyncError(f"torch engine: version {self._manifest.version} is still being received; commit or abort it first")
         check_manifest(manifest, self.specs, "torch engine")
-        self._manifest, self._staged = manifest, {}
+        self._manifest, self._staged, self._pieces = manifest, {}, {}
 
     def receive(self, bucket: Bucket, payload: Payload) -> None:
         """Copies, so that the sender's memory is free again when this returns."""
@@ -49,6 +53,10 @@ class StagedWeights:
             staged.update((name, tensor.clone()) for name, tensor in read_bucket(bucket, payload).items())
         elif isinstance(payload, FromStore):
             staged.update(self._delta.read(bucket, payload, self._held().__getitem__))
+        elif isinstance(payload, FromShards):
+            pieces = self._pieces
+            staged.update(self._shards.read(bucket, payload, torch.empty(nbytes(bucket), dtype=torch.uint8)))
+            pieces.update(received(bucket, payload))
         else:
             staged.update(self._membership.receive(bucket))
 
@@ -58,7 +66,7 @@ class StagedWeights:
         missing = self.specs.keys() - self._staged.keys()
         if missing:
             raise WeightSyncError(f"torch engine: version {self._manifest.version} lacks {len(missing)} tensors, the first is {min(missing)!r}")
-        return {name: digest(tensor) for name, tensor in self._staged.items()} if digests else {}
+        return piece_digests(self._staged, self._pieces) if digests else {}
 
     def commit(self, version: int) -> bool:
         """Copy into the served tensors; the caller sees to it that no step runs. False when `version` is served already."""
@@ -75,12 +83,13 @@ class StagedWeights:
                 for name, own in _own_tensors(self._model).items():
                     _write(self._model, name, own, self._staged)
         self.version = version
-        self._manifest, self._staged = None, {}
+        self._manifest, self._staged, self._pieces = None, {}, {}
         self._delta.commit()
         return True
 
     def abort(self) -> None:
-        self._manifest, self._staged = None, {}
+        self._shards.stop()
+        self._manifest, self._staged, self._pieces = None, {}, {}
         self._delta.abort()
         self.leave()
 

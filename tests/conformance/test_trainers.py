@@ -20,6 +20,7 @@ from miles.data.types import Group, Sample
 from tests.critic_cases import plain_ppo, ppo_groups, ppo_step, reward_model
 from tests.trainer_cases import (
     VOCABULARY,
+    assembled,
     gradients,
     make_backend,
     make_group,
@@ -30,6 +31,7 @@ from tests.trainer_cases import (
     plain_model,
     relative_difference,
     single_rank,
+    slices,
     small_model,
     weights,
 )
@@ -332,13 +334,20 @@ def test_shards_that_are_uneven_or_empty_arrive_whole(four_ranks: Pool, tmp_path
     path = make_tiny_model(tmp_path / "model", alphabet="ab", hidden=4, layers=1, heads=2, kv_heads=1, context=64)
     expected = {n: p.detach().numpy() for n, p in plain_model(path, torch.float32).named_parameters()}
     assert {len(expected["model.embed_tokens.weight"]), len(expected["model.layers.0.self_attn.q_norm.weight"])} == {11, 2}
-    arrived = four_ranks.run(exported_weights, path)[0]
+    (arrived, _), *_ = results = four_ranks.run(weights_and_slices, path)
+    assert assembled([own for _, own in results]).keys() == expected.keys()
+    assert all(np.array_equal(found, expected[n]) for n, found in assembled([own for _, own in results]).items())
     assert arrived.keys() == expected.keys()
     assert all(np.array_equal(arrived[n], expected[n]) for n in expected)
 
 
 def exported_weights(rank: int, world: int, path: Path) -> dict[str, Any]:
     return weights(make_backend(path, rank=rank, world=world, dtype=torch.float32))
+
+
+def weights_and_slices(rank: int, world: int, path: Path) -> tuple[dict[str, Any], list[Any]]:
+    backend = make_backend(path, rank=rank, world=world, dtype=torch.float32)
+    return weights(backend), slices(backend)
 
 
 def test_an_export_is_an_ordinary_directory_with_equal_logits(model: Path, two_ranks: Pool, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from miles.core.model.scoring import score
 from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Group, Sample
 from tests.trainer_cases import (
+    assembled,
     make_backend,
     make_group,
     make_sample,
@@ -30,6 +31,7 @@ from tests.trainer_cases import (
     plain_model,
     relative_difference,
     restore_norm,
+    slices,
     weights,
 )
 from tests.trainer_pool import Pool
@@ -194,10 +196,11 @@ def test_gradients_of_experts_on_four_ranks(experts: Path, four: Pool, layout: s
 
 @pytest.mark.parametrize("layout", ["experts over data", "experts over tensor"])
 def test_experts_leave_as_they_came_and_resume(experts: Path, two: Pool, layout: str, tmp_path: Path) -> None:
-    two.run(exported, experts, EXPERTS_TWO[layout], tmp_path / "export")
+    held = two.run(exported, experts, EXPERTS_TWO[layout], tmp_path / "export")
     expected, found = (load_file(folder / "model.safetensors") for folder in (experts, tmp_path / "export"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    check_slices(held, expected)
     then, _, metrics = two.run(save_and_go_on, experts, EXPERTS_TWO[layout], tmp_path / "step_00000002")[0]
     for name in (layout, "pipeline"):
         restored, _, again, _ = two.run(load_and_go_on, experts, EXPERTS_TWO[name], tmp_path / "step_00000002")[0]
@@ -269,15 +272,26 @@ def moved_by(rank: int, world: int, path: Path, groups: list[Group], spoilt: boo
 
 @pytest.mark.parametrize("layout", TWO)
 def test_an_export_is_the_import_bit_for_bit(model: Path, two: Pool, layout: str, tmp_path: Path) -> None:
-    two.run(exported, model, TWO[layout], tmp_path / "export")
+    held = two.run(exported, model, TWO[layout], tmp_path / "export")
     expected, found = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "export"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    check_slices(held, expected)
     assert plain_model(tmp_path / "export").config.architectures == ["Qwen3ForCausalLM"]
 
 
-def exported(rank: int, world: int, path: Path, trainer: dict[str, Any], folder: Path) -> None:
-    megatron(path, rank, world, trainer, dtype=torch.float32).export(folder)
+def exported(rank: int, world: int, path: Path, trainer: dict[str, Any], folder: Path) -> list[Any]:
+    """Writes the export; returns the rank's own slices of it."""
+    backend = megatron(path, rank, world, trainer, dtype=torch.float32)
+    backend.export(folder)
+    return slices(backend)
+
+
+def check_slices(held: list[list[Any]], expected: dict[str, torch.Tensor]) -> None:
+    """What the ranks hold apart makes up the checkpoint."""
+    found = assembled(held)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(array, expected[name].numpy()) for name, array in found.items())
 
 
 def test_bfloat16_computes_in_bfloat16_on_float32_masters(model: Path, two: Pool) -> None:

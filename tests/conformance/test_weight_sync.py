@@ -18,7 +18,7 @@ from weight_sync.contracts import Manifest, TensorSpec, WeightSyncError
 from weight_sync.gather import export_specs
 from weight_sync.transaction import WeightSync
 
-TRANSPORTS = ["tensor", "broadcast", "delta"]
+TRANSPORTS = ["tensor", "broadcast", "p2p", "delta"]
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +72,14 @@ def test_at_most_two_buckets_lie_in_shared_memory(cast: Cast, tmp_path: Path) ->
     watching = Watching(cast.engines, tmp_path / "journal")
     publish(WeightSync(cast.config("tensor", bucket_mb=0.02), tmp_path / "journal", cast.trainer, watching), cast.next_version())
     assert 1 <= watching.most <= 2
+
+
+def test_by_p2p_each_engine_reads_each_byte_once(cast: Cast, tmp_path: Path) -> None:
+    before = [engine.call("bytes_read") for engine in cast.engines.processes.values()]
+    publish(cast.sync(tmp_path / "journal", "p2p"), cast.next_version())
+    after = [engine.call("bytes_read") for engine in cast.engines.processes.values()]
+    size = 4 * sum(spec.numel for spec in specs(cast))
+    assert [one - other for one, other in zip(after, before, strict=True)] == [size, size]
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])

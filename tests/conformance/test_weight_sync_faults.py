@@ -14,13 +14,13 @@ import pytest
 
 from tests.forks import CONTEXT
 from tests.weight_sync.cast import Cast, files_of, publish
-from tests.weight_sync.parts import die_at_tensor, limit_file_size, move_weights
+from tests.weight_sync.parts import die_at_tensor, limit_file_size, move_weights, process_id
 from tests.weight_sync.processes import DEADLINE_S, EngineProcesses, TrainerProcesses
 from weight_sync.contracts import SharedMemory, WeightSyncError
 from weight_sync.journal import Journal
 from weight_sync.transaction import UpdateAborted, WeightSync
 
-TRANSPORTS = ["tensor", "broadcast", "delta"]
+TRANSPORTS = ["tensor", "broadcast", "p2p", "delta"]
 BEFORE_THE_JOURNAL = ["pause", "weights_begin", "weights_receive", "weights_prepared"]
 
 
@@ -203,6 +203,43 @@ def test_a_trainer_rank_that_dies_while_it_gathers_leaves_engines_on_the_old_wei
         with pytest.raises(UpdateAborted, match=r"the trainer failed at|a member left"):
             publish(cast.sync(journal, transport, timeout_s=5.0), 2)
         assert cast.held() == {0: exported, 1: exported}
+        check_all_serve_the_journals_version(cast, journal)
+    finally:
+        cast.close()
+
+
+class Signalling(EngineProcesses):
+    """Sends a trainer rank a signal before an engine takes its second bucket."""
+
+    def __init__(self, engines: EngineProcesses, pid: int, number: signal.Signals) -> None:
+        super().__init__(engines.processes)
+        self._pid, self._number, self._calls = pid, number, 0
+
+    async def call(self, engine_id: int, method: str, *args: Any) -> Any:
+        if method == "weights_receive":
+            self._calls += 1
+            if self._calls == 2:
+                os.kill(self._pid, self._number)
+        return await super().call(engine_id, method, *args)
+
+
+@pytest.mark.parametrize(
+    ("number", "timeout_s", "what"), [(signal.SIGKILL, 20.0, "is gone|failed"), pytest.param(signal.SIGSTOP, 5.0, "no answer in time", marks=pytest.mark.full)]
+)
+def test_a_trainer_rank_that_dies_or_hangs_while_engines_read_from_it_leaves_them_on_the_old_weights(
+    tiny_model: Path, tmp_path: Path, number: signal.Signals, timeout_s: float, what: str
+) -> None:
+    cast = Cast(tiny_model, tmp_path, world=2, engines=1)
+    try:
+        journal = tmp_path / "journal"
+        exported = cast.train()
+        publish(cast.sync(journal, "p2p"), 1)
+        pid = asyncio.run(cast.trainer.run_on_ranks(process_id))[1]
+        cast.train()
+        engines = Signalling(cast.engines, pid, number)
+        with pytest.raises(UpdateAborted, match=f"engine 0 failed at weights_receive: .*({what})"):
+            publish(WeightSync(cast.config("p2p", timeout_s=timeout_s, verify="never"), journal, cast.trainer, engines), 2)
+        assert cast.held() == {0: exported}
         check_all_serve_the_journals_version(cast, journal)
     finally:
         cast.close()

@@ -41,7 +41,7 @@ def check_log_probs_are_the_trainers(cast: Cast) -> None:
         np.testing.assert_allclose(logprobs, asyncio.run(cast.trainer.run_on_ranks(scores, tokens))[0], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("transport", ["tensor", "broadcast", "delta"])
+@pytest.mark.parametrize("transport", ["tensor", "broadcast", "p2p", "delta"])
 def test_an_update_of_adapters_reaches_every_engine(cast: Cast, tmp_path: Path, tiny_model: Path, transport: str) -> None:
     version = cast.next_version()
     before = cast.engines.processes[0].call("answer")[1]

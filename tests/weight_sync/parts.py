@@ -25,6 +25,7 @@ from rollout.engines.contracts import Request, SamplingParams
 from rollout.engines.torch_engine import TorchEngine
 from trainer.config import TrainerConfig
 from trainer.fsdp.backend import FSDPBackend
+from weight_sync.slices import Slice
 
 GENERATE_S = 20.0
 PROMPT = (9, 10, 11)
@@ -90,18 +91,30 @@ def export_tensors(backend: FSDPBackend, rank: int) -> dict[str, NDArray[np.floa
 
 
 def die_at_tensor(backend: FSDPBackend, rank: int, dying_rank: int, nth: int) -> None:
-    """From now on gathering kills `dying_rank` (SIGKILL) at its `nth` tensor."""
-    gather = backend.weight_tensors
+    """From now on gathering, or copying a slice of its own, kills `dying_rank` (SIGKILL) at its `nth` tensor."""
+    gather, copy = backend.weight_tensors, backend.weight_slice
+
+    def count_down() -> None:
+        nonlocal nth
+        nth -= 1
+        if nth == 0 and rank == dying_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def dying(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal nth
         for item in gather(names):
-            nth -= 1
-            if nth == 0 and rank == dying_rank:
-                os.kill(os.getpid(), signal.SIGKILL)
+            count_down()
             yield item
 
+    def dying_copy(piece: Slice) -> torch.Tensor:
+        count_down()
+        return copy(piece)
+
     backend.weight_tensors = dying  # type: ignore[method-assign]
+    backend.weight_slice = dying_copy  # type: ignore[method-assign]
+
+
+def process_id(backend: FSDPBackend, rank: int) -> int:
+    return os.getpid()
 
 
 def limit_file_size(backend: FSDPBackend, rank: int, size: int) -> None:
@@ -122,6 +135,10 @@ class Engine(TorchEngine):
     def tensor_shas(self) -> dict[str, str]:
         """sha256 of every tensor of the module that generates, tied ones under each name."""
         return {name: sha(tensor) for name, tensor in self._weights._model.state_dict().items()}
+
+    def bytes_read(self) -> int:
+        """What this engine has read from trainer ranks, by the transfer engine's telemetry."""
+        return self._weights._shards.moved.bytes
 
     async def generate_some(self) -> int:
         """Answer a fixed prompt; returns the version that the tokens carry. A paused engine runs into the deadline."""

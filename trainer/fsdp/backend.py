@@ -40,6 +40,7 @@ from trainer.rows.share import MicroBatch, share
 from trainer.split_forward.activations import Activations
 from trainer.split_forward.share import PromptSharing
 from weight_sync.contracts import TensorSpec
+from weight_sync.slices import Slice
 
 
 class FSDPBackend:
@@ -232,6 +233,12 @@ class FSDPBackend:
 
     def weight_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         return (self._adapters or self._exporter).tensors(names)
+
+    def weight_slices(self) -> Sequence[Slice]:
+        return (self._adapters or self._exporter).mine.slices()
+
+    def weight_slice(self, piece: Slice) -> Tensor:
+        return (self._adapters or self._exporter).mine.tensor(piece)
 
     def export(self, folder: Path) -> None:
         self._exporter.write(self._config, Path(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,7 +17,9 @@ from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config, tokenizer_of
 from miles.core.model.lora import adapter_tensors, adapters_of, base_name, merged, write_adapter
 from miles.core.model.reward import on_disk, reward_shell
+from trainer.fsdp.slices import RankSlices, checkpoint_blocks
 from weight_sync.contracts import TensorSpec
+from weight_sync.slices import Block, full
 
 
 class Exporter:
@@ -54,6 +57,11 @@ class Exporter:
                 full = self._whole(own)
                 held, parts = own, self._converted(own, full.to(self._dtype)) if self._rank == 0 else {}
             yield name, parts[name] if self._rank == 0 else torch.empty(0, dtype=self._dtype)
+
+    @cached_property
+    def mine(self) -> RankSlices:
+        """This rank's part of it, no adapters merged. Raises ValueError as `checkpoint_blocks`."""
+        return RankSlices(self._own, {own: checkpoint_blocks(self._model, own, tuple(tensor.shape)) for own, tensor in self._own.items()}, self._dtype)
 
     def write(self, config: ModelConfig, folder: Path) -> None:
         """A directory that transformers and SGLang load: weights, config and tokenizer. It appears whole. Collective."""
@@ -105,6 +113,11 @@ class AdapterExporter:
         for name in names:
             full = _full(self._own[name])
             yield name, full.to(self._dtype) if self._rank == 0 else torch.empty(0, dtype=self._dtype)
+
+    @cached_property
+    def mine(self) -> RankSlices:
+        """This rank's part of it."""
+        return RankSlices(self._own, {name: [Block(name, full(tensor.shape), full(tensor.shape))] for name, tensor in self._own.items()}, self._dtype)
 
     def write(self, config: ModelConfig, folder: Path) -> None:
         """A directory that peft and SGLang load beside `config.path`. It appears whole. Collective."""

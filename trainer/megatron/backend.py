@@ -34,6 +34,7 @@ from trainer.rows.row import Row, RowLoss, row_of
 from trainer.rows.schedule import Update
 from trainer.rows.share import DUMMY, MicroBatch, share
 from weight_sync.contracts import TensorSpec
+from weight_sync.slices import Slice
 
 cpu.redirect()  # before anything below imports Megatron-Core
 
@@ -180,6 +181,12 @@ class MegatronBackend:
 
     def weight_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         return self._exporter.tensors(names)
+
+    def weight_slices(self) -> Sequence[Slice]:
+        return self._exporter.slices()
+
+    def weight_slice(self, piece: Slice) -> Tensor:
+        return self._exporter.slice(piece)
 
     def export(self, folder: Path) -> None:
         tensors = self._exporter.tensors([spec.name for spec in self._exporter.specs()])

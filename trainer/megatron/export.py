@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.directory import slices
 from trainer.megatron.mesh import Mesh
-from trainer.megatron.names import Held, holders, shapes
+from trainer.megatron.names import Held, held_by, holders, shapes
 from weight_sync.contracts import TensorSpec
+from weight_sync.slices import Slice
 
 
 class Exporter:
@@ -22,6 +24,7 @@ class Exporter:
     def __init__(self, architecture: Architecture, mesh: Mesh, tensors: Sequence[Mapping[str, Tensor]], dtype: torch.dtype):
         self._own, self._mesh, self._dtype = tensors, mesh, dtype
         self._shapes, self._holders = shapes(architecture), holders(architecture, mesh.layout)
+        self._mine = held_by(architecture, mesh.layout, mesh.rank)
 
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(name, shape, str(self._dtype).removeprefix("torch.")) for name, shape in self._shapes.items()]
@@ -30,6 +33,18 @@ class Exporter:
         """Full tensors on rank 0 in the order of `names`, elsewhere empty ones. Collective: every rank takes every step."""
         for name in names:
             yield name, self._gathered(name)
+
+    def slices(self) -> list[Slice]:
+        """What this rank holds; data-parallel copies hold the same."""
+        return [held.block.slice for blocks in self._mine.values() for held in blocks]
+
+    def slice(self, piece: Slice) -> Tensor:
+        """`piece` of one of `slices`."""
+        for held in self._mine[piece.name]:
+            block = held.block.within(piece.ranges)
+            if block is not None and block.there == piece.ranges:
+                return self._local(replace(held, block=block))
+        raise AssertionError(f"{piece} is not within a slice of this rank")
 
     def _gathered(self, name: str) -> Tensor:
         """Each holding rank sends its blocks of the tensor in one message."""

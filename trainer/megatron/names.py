@@ -1,6 +1,6 @@
 """The name-and-slice map: which part of which Hugging Face tensor lies where in which tensor of a Megatron rank.
 
-Import, export and `miles convert` read the same map. Pure arithmetic: no torch, no Megatron-Core.
+Import, export, weight sync and `miles convert` read the same map. Pure arithmetic: no torch, no Megatron-Core.
 
 Megatron keeps query, key and value of one group of heads together (q q k v | q q k v ...), and gate above up within each tensor
 rank's share, so one of its tensors is several blocks of several Hugging Face tensors.
@@ -13,25 +13,7 @@ from dataclasses import dataclass
 
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.layout import Layout
-
-Range = tuple[int, int]
-"""Start and stop in one dimension."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """The rectangle `there` of Hugging Face tensor `name` is the rectangle `here` of a rank's tensor; one range a dimension."""
-
-    name: str
-    there: tuple[Range, ...]
-    here: tuple[Range, ...]
-
-    @property
-    def numel(self) -> int:
-        count = 1
-        for start, stop in self.here:
-            count *= stop - start
-        return count
+from weight_sync.slices import Block, Range
 
 
 @dataclass(frozen=True)
@@ -89,13 +71,22 @@ def holders(architecture: Architecture, layout: Layout) -> dict[str, list[Held]]
     """For every Hugging Face tensor the blocks that make it up, each once, with the first rank that has it."""
     found: dict[str, list[Held]] = {name: [] for name in shapes(architecture)}
     for rank in range(layout.ranks):
-        place = layout.place(rank)
-        for chunk, tensors in enumerate(parts(architecture, layout, rank)):
-            for tensor, part in tensors.items():
-                if part.copy or (place.expert_data if part.expert else place.data) or (part.sharded is None and not part.expert and place.tensor):
-                    continue
-                for block in part.blocks:
-                    found[block.name].append(Held(rank, chunk, tensor, block))
+        for name, held in held_by(architecture, layout, rank, first=True).items():
+            found[name] += held
+    return found
+
+
+def held_by(architecture: Architecture, layout: Layout, rank: int, *, first: bool = False) -> dict[str, list[Held]]:
+    """What `rank` holds of each Hugging Face tensor; with `first` only where no data-parallel copy comes before it. What tensor ranks hold
+    whole counts for the first of them."""
+    place = layout.place(rank)
+    found: dict[str, list[Held]] = {}
+    for chunk, tensors in enumerate(parts(architecture, layout, rank)):
+        for tensor, part in tensors.items():
+            if part.copy or (first and (place.expert_data if part.expert else place.data)) or (part.sharded is None and not part.expert and place.tensor):
+                continue
+            for block in part.blocks:
+                found.setdefault(block.name, []).append(Held(rank, chunk, tensor, block))
     return found
 
 

@@ -9,6 +9,7 @@ from weight_sync.config import WeightSyncConfig
 from weight_sync.parties import Engines, Trainer, Transport
 from weight_sync.transports.broadcast_transport import BroadcastTransport
 from weight_sync.transports.delta_transport import DeltaTransport
+from weight_sync.transports.p2p_transport import P2PTransport
 from weight_sync.transports.tensor_transport import TensorTransport
 
 
@@ -20,6 +21,8 @@ def make_transport(config: WeightSyncConfig, trainer: Trainer, engines: Engines,
     if config.transport == "delta":
         url = f"{config.store.rstrip('/')}/{prefix}" if config.store else str(journal.absolute().parent / "weights")
         return DeltaTransport(trainer, engines, url=url, timeout_s=config.timeout_s)
+    if config.transport == "p2p":
+        return P2PTransport(trainer, engines, timeout_s=config.timeout_s, address=address)
     return BroadcastTransport(trainer, engines, prefix=prefix, timeout_s=config.timeout_s, address=address, backend=backend)
 
 
