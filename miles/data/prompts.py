@@ -108,8 +108,8 @@ class PromptStream:
         """Raises ConfigError where a step of `prompts` prompts would hold one of them twice."""
         if prompts > len(self.dataset):
             raise ConfigError(
-                f"rollout.prompts_per_step = {prompts}, but there are {len(self.dataset)} prompts ({self.dataset.report}): a step would answer some twice. "
-                f"Use at most {len(self.dataset)}; rollout.samples_per_prompt gives more answers to each"
+                f"rollout.prompts_per_step = {prompts}, but there are {len(self.dataset)} prompts in {self.dataset.report.rows} rows: a step would answer some "
+                f"twice. Use at most {len(self.dataset)}; rollout.samples_per_prompt gives more answers to each"
             )
 
     def prompt(self, claim_id: int) -> Prompt:

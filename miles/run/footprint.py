@@ -103,7 +103,7 @@ def batch_terms(rollout: RolloutConfig, trainer: TrainerConfig, max_staleness: i
     prompts, samples, tokens = rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_new_tokens
     copies = max_staleness + 1 + trainer.ranks
     size = prompts * samples * tokens * _TOKEN_BYTES * copies
-    ahead = f"{max_staleness + 1} batch{'es' * (max_staleness > 0)} + {trainer.ranks} ranks' copies"
+    ahead = f"{max_staleness + 1} batch{'es' * (max_staleness > 0)} + {trainer.ranks} on ranks"
     return {f"({ahead}) x {prompts:,} prompts x {samples} samples x {tokens} tokens x {_TOKEN_BYTES} B": _mib(size)}
 
 

@@ -209,5 +209,5 @@ def test_without_shuffling_the_stream_is_the_file_again_and_again(tmp_path):
 def test_a_step_of_more_prompts_than_there_are_is_refused(tmp_path):
     stream = PromptStream(dataset_of(tmp_path, 3), seed=0)
     stream.check_step(3)
-    with pytest.raises(ConfigError, match=r"rollout\.prompts_per_step = 4, but there are 3 prompts \(3 prompts of 3 rows.*Use at most 3"):
+    with pytest.raises(ConfigError, match=r"rollout\.prompts_per_step = 4, but there are 3 prompts in 3 rows: .*Use at most 3"):
         stream.check_step(4)
