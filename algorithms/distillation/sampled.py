@@ -1,7 +1,9 @@
 """The reverse divergence KL(student || teacher) from sampled tokens alone, as advantages for any policy loss.
 
 With x sampled from the student, grad KL = E[(log student(x) - log teacher(x)) grad log student(x)]: log teacher - log student as an advantage
-descends it ("On-Policy Distillation", Thinking Machines, 2025).
+descends it ("On-Policy Distillation", Thinking Machines, 2025). It is right in expectation and noisy, one number a token where a divergence
+over the vocabulary is a whole distribution: on a toy of 50 tokens and a KL of 2 nats, its gradient from 256 answers has a cosine of 0.57 with
+the divergence's on the same answers, from 4,096 answers 0.94. It wants more answers a step, or more steps.
 
 A teacher with another tokenizer scores the same text in other tokens. Where both have a boundary at both ends of a span of text, the
 span is one action of both, and its log-probability the sum over its tokens. The gradient of the divergence over spans is
