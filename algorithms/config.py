@@ -65,7 +65,9 @@ class AlgorithmConfig(Section):
     )
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the reference model in the loss; above 0 loads a reference")
     kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="reward: a sample's reward less kl_coef times its log(engine / reference), summed over its tokens, before advantages"
+        "loss",
+        description="reward: a sample's reward less kl_coef times its log(engine / reference), summed over its tokens, before advantages; "
+        "a group whose rewards agree differs by its KL alone, which scale = 'std' would blow up: set scale = 'none' beside it",
     )
     kl_target: float | None = Field(
         None, gt=0, description="KL to the reference, nats per token, that kl_coef is steered to, a little each step; null: kl_coef stays as it is"

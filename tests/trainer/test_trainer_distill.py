@@ -165,9 +165,10 @@ def test_no_logits_outlive_their_chunk() -> None:
     assert sum(kept.values()) < 512 * 4096 * 4 / 8
 
 
-def test_masked_places_may_be_nan(paths: tuple[Path, Path]) -> None:
-    """The engine's record is NaN at masked places of these samples; the gradient holds no trace of it."""
+@pytest.mark.parametrize("kind", ["sampled", "forward"])
+def test_masked_places_may_be_nan(paths: tuple[Path, Path], kind: str) -> None:
+    """The engine's record is NaN at masked places of these samples; the gradient holds no trace of it, in the policy loss ("sampled") neither."""
     groups = [make_group(0, [make_sample(0, i, 3, 6, masked=(2, 3)) for i in range(2)])]
     assert all(np.isnan(s.logprobs[[2, 3]]).all() for s in groups[0].samples)
-    found = step(0, 1, paths, groups, "forward", {})[1]
-    assert relative_difference(found, expected(paths, groups, "forward")[1]) < EXACT
+    found = step(0, 1, paths, groups, kind, {})[1]
+    assert relative_difference(found, expected(paths, groups, kind)[1]) < EXACT
