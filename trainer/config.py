@@ -58,8 +58,16 @@ class TrainerConfig(OptimizerConfig):
     gpus_per_rank: float = Field(0, ge=0, description="GPUs of each rank; 0 trains on CPU with gloo")
     max_tokens_per_microbatch: int = Field(8192, ge=1, description="tokens packed into one forward; a longer sequence goes alone")
     optimizer_steps_per_batch: int = Field(1, ge=1, description="a step's batch is split into this many optimizer steps")
-    activations: Literal["keep", "recompute"] = Field(
-        "keep", description="what layers hold for the backward. keep: everything; recompute: their inputs, which takes less memory and more time"
+    activations: Literal["keep", "recompute", "hilore"] = Field(
+        "keep",
+        description="what layers hold for the backward. keep: everything; recompute: their inputs, which takes less memory and more time; "
+        "hilore: the fastest choice by layer and micro-batch within activation_memory and activation_risk",
+    )
+    activation_memory: float = Field(
+        1.5, ge=1, description="hilore: the most bytes that a micro-batch holds, as a multiple of what recompute would hold of the update's largest one"
+    )
+    activation_risk: float = Field(
+        0.01, ge=0, description="hilore: error of an optimizer step's gradient that 8-bit activations may cause, relative to its norm; 0: exact, none is used"
     )
     prompt_sharing: bool = Field(False, description="tokens that several sequences begin with are computed once: the same gradients, less work and memory")
     logprob_chunk: int | None = Field(None, ge=1, description="tokens whose logits exist at once; null: as many as have 2^26 logits, 256 MiB in float32")
@@ -69,6 +77,9 @@ class TrainerConfig(OptimizerConfig):
         for option in ("tensor_parallel", "pipeline_parallel", "pipeline_chunks", "expert_parallel"):
             if self.backend == "fsdp" and getattr(self, option) > 1:
                 raise ValueError(f"trainer.{option} = {getattr(self, option)} needs trainer.backend = 'megatron': fsdp shards parameters over all its ranks")
+        if self.activations == "hilore" and (self.backend == "megatron" or self.prompt_sharing):
+            other = "trainer.backend = 'megatron'" if self.backend == "megatron" else "trainer.prompt_sharing"
+            raise ValueError(f"trainer.activations = 'hilore' is not there for {other}: use 'recompute', or leave that out")
         if self.backend == "megatron" and self.prompt_sharing:
             raise ValueError("trainer.prompt_sharing is not there for trainer.backend = 'megatron': leave it out, or use 'fsdp'")
         return self

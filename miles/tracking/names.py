@@ -50,6 +50,13 @@ METRICS: dict[str, str] = {
     "value/lr": "the critic's learning rate in this step",
     "value/empty_steps": "the critic's optimizer steps without a return to learn or with a gradient that is not finite",
     "sharing/computed": "tokens computed per token of the batch; below 1 where trainer.prompt_sharing computes common ones once",
+    "activations/kept": "share of layers, over the step's micro-batches, that kept what they saved (trainer.activations = hilore); mean over ranks",
+    "activations/compressed": "share that kept it with one tensor in 8 bits, as planned",
+    "activations/recomputed": "share that was computed again, as planned",
+    "activations/fell_back": "share that was planned in 8 bits and computed again: a value too large, or more exposure than planned with",
+    "activations/saved_mib": "most that a micro-batch held for its backward, MiB",
+    "activations/budget_mib": "what it may hold, MiB",
+    "activations/risk": "planned error of the gradient from 8-bit activations, relative to the running mean of its norm",
     # engine against trainer
     "mismatch/logprob_abs_mean": "mean |engine log-prob - trainer log-prob| over trained tokens",
     "mismatch/logprob_abs_max": "largest |engine log-prob - trainer log-prob|; 0.0 with true_on_policy",

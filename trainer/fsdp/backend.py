@@ -19,6 +19,7 @@ from algorithms.preference.config import PairConfig, PreferenceConfig, RewardMod
 from miles.core.checkpoint import reader, rng
 from miles.core.checkpoint.writer import CheckpointWriter
 from miles.core.model.config import LoraConfig, ModelConfig
+from miles.core.model.load import longest_sequence
 from miles.core.model.sharded import reshard
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
@@ -34,10 +35,12 @@ from trainer.fsdp.update import take_step
 from trainer.objective import Objective, result_of, sft_loss, tokens_of
 from trainer.rows.batch import Batch, count, weights_of
 from trainer.rows.meters import Meters
-from trainer.rows.row import Row
+from trainer.rows.row import Row, RowLoss
 from trainer.rows.schedule import Update
 from trainer.rows.share import MicroBatch, share
+from trainer.split_forward import hilore
 from trainer.split_forward.activations import Activations
+from trainer.split_forward.hilore import HiLoRe, Planned
 from trainer.split_forward.share import PromptSharing
 from weight_sync.contracts import TensorSpec
 from weight_sync.slices import Slice
@@ -92,6 +95,15 @@ class FSDPBackend:
             raise ValueError("[lora] trains a policy; a reward model is trained whole: leave [lora] out")
         self._activations = None if trainer.activations == "keep" else Activations()
         self.model = build(activations=self._activations, reward_seed=seed if rewards else None, lora=lora, lora_seed=seed)
+        self._hilore: HiLoRe | None = None
+        if trainer.activations == "hilore":
+            if pairs is not None or distill is not None:
+                what = "pairs" if pairs is not None else "a teacher"
+                raise ValueError(f"trainer.activations = 'hilore' weighs tokens by a loss on log-probs, and this trainer learns from {what}: use 'recompute'")
+            assert self._activations is not None
+            self._activations.width = hilore.check(self.model, longest_sequence(model))
+            budgets = trainer.activation_memory, trainer.activation_risk
+            self._hilore = HiLoRe(self.model, self._activations, *budgets, world=world, threads=trainer.threads, device=self.device)
         self._chunk = trainer.chunk(self.model.config.get_text_config().vocab_size)
         self._policy = Scorer(self.model, self._chunk, self.device)
         self._sharing: PromptSharing | None = None
@@ -130,6 +142,7 @@ class FSDPBackend:
         self._exporter = Exporter(self.model, dtype, rank, rewards, lora)
         self._adapters = None if lora is None else AdapterExporter(self.model, lora, dtype, rank)
         self._writer = CheckpointWriter(rank, world)
+        self._choices: dict[Row, Planned] = {}
         self.version = 0
 
     def step_rl(self, groups: Sequence[Group]) -> StepResult:
@@ -166,6 +179,8 @@ class FSDPBackend:
                 results.append(self._optimizer.skip())
                 continue
             counts = objective.counts([batch.samples[i] for i in places], [advantages[i] for i in places])
+            loss = partial(objective.loss, counts=counts, meters=Meters(self.device))
+            self._choose(update, counts.tokens, loss, self._policy_loss, sampled=True)
             results.append(self._update(update, counts.tokens, partial(self._rl_loss, counts=counts, meters=meters), meters))
             # Only before the first update are the weights those that the engines sampled from.
             meters.comparing = False
@@ -181,7 +196,9 @@ class FSDPBackend:
         meters = Meters(self.device)
         # Weights travel in the advantages' place.
         weights = None if weight_S is None else [w.expand(s.response_length) for w, s in zip(weight_S, samples, strict=True)]
-        update = self._update(self._rows(samples, values=weights), counts.tokens, partial(self._sft_loss, counts=counts), meters)
+        rows, loss = self._rows(samples, values=weights), partial(sft_loss, counts=counts)
+        self._choose(rows, counts.tokens, loss, self._sft_loss, sampled=False)
+        update = self._update(rows, counts.tokens, partial(self._sft_loss, loss=loss), meters)
         result = result_of([update], self._reduced(meters, counts.tokens) | {"tokens/trained": float(counts.tokens)})
         self.version += 1
         return result
@@ -256,6 +273,8 @@ class FSDPBackend:
         state: dict[str, object] = {"optimizer_step": self._optimizer.steps, "version": self.version}
         if self._objective is not None:
             state |= self._objective.state()
+        if self._hilore is not None:
+            state["activations"] = self._hilore.state()
         if self._critic is not None:
             state["critic_optimizer_step"] = self._critic.optimizer.steps
         self._writer.save(Path(folder), self._state(), state, extra, keep=keep, asynchronous=asynchronous)
@@ -273,6 +292,8 @@ class FSDPBackend:
             self._critic.optimizer.steps = int(state["critic_optimizer_step"])
         if self._objective is not None:
             self._objective.restore(state)
+        if self._hilore is not None and "activations" in state:
+            self._hilore.restore(state["activations"])
         return extra
 
     def sleep(self) -> None:
@@ -316,8 +337,27 @@ class FSDPBackend:
             return self._sharing.share(samples, places, together)
         return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch, together=together)
 
+    def _choose(self, rows: Sequence[Row], total: int, loss: RowLoss, run: Callable[[Row, RowLoss], LossOutput], *, sampled: bool) -> None:
+        """What layers keep of the rows of the update that follows. Collective."""
+        self._choices = {}
+        if self._hilore is not None and total:
+            self._choices = dict(zip(rows, self._hilore.choices(rows, loss, run, sampled=sampled), strict=True))
+
     def _update(self, rows: list[Row], total: int, loss: Callable[[Row], LossOutput], meters: Meters) -> Update:
-        return take_step(self.model, self._optimizer, rows, total, loss, meters, "loss/total", self._policy.settle)
+        chosen = self._hilore
+        if chosen is None or not total:
+            return take_step(self.model, self._optimizer, rows, total, loss, meters, "loss/total", self._policy.settle)
+
+        def by_choice(row: Row) -> LossOutput:
+            chosen.choose(self._choices[row])
+            return loss(row)
+
+        update = take_step(self.model, self._optimizer, rows, total, by_choice, meters, "loss/total", self._policy.settle)
+        chosen.choose(None)
+        for name, value in chosen.metrics().items():
+            meters.add(name, torch.tensor(value * total / self.world, device=self.device))
+        chosen.stepped(update.grad_norm)
+        return update
 
     def _rl_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
         objective = self._objective
@@ -327,11 +367,18 @@ class FSDPBackend:
             tokens = tokens_of(row, compared.logprobs_N, compared.entropy_N, recompute=objective.recompute)
             meters.mismatch(tokens)
             return self._distiller.loss(tokens, compared, counts)
-        loss, by_token = partial(objective.loss, counts=counts, meters=meters), registry.is_by_token(objective.config)
-        return self._policy.loss(row, loss, self._temperature, entropy=True, entropy_gradient=objective.config.entropy_coef != 0, by_token=by_token)
+        return self._policy_loss(row, partial(objective.loss, counts=counts, meters=meters))
 
-    def _sft_loss(self, row: Row, counts: Counts) -> LossOutput:
-        return self._policy.loss(row, partial(sft_loss, counts=counts), 1.0, by_token=True)
+    def _policy_loss(self, row: Row, loss: RowLoss) -> LossOutput:
+        assert self._algorithm is not None
+        gradient, by_token = self._algorithm.entropy_coef != 0, registry.is_by_token(self._algorithm)
+        return self._policy.loss(row, self._watched(loss), self._temperature, entropy=True, entropy_gradient=gradient, by_token=by_token)
+
+    def _sft_loss(self, row: Row, loss: RowLoss) -> LossOutput:
+        return self._policy.loss(row, self._watched(loss), 1.0, by_token=True)
+
+    def _watched(self, loss: RowLoss) -> RowLoss:
+        return loss if self._hilore is None else self._hilore.watched(loss)
 
     def _reduced(self, meters: Meters, total: int) -> dict[str, float]:
         return meters.reduced(total, self.world) | ({} if self._sharing is None else self._sharing.metrics())

@@ -180,6 +180,7 @@ class _Bundle:
         if len(found) != self._count:
             raise RuntimeError(f"layer {self._number} saved {self._count} tensors in its forward and {len(found)} as it was computed again")
         self._fresh = dict(enumerate(found))
+        found.clear()  # the second forward's own graph has `pack`, and may outlive this where somebody watches its modules
         self._spent(Action.RECOMPUTE, began)
 
     def _cut(self, value: Any) -> Any:
@@ -247,6 +248,14 @@ def compressible(saved: Sequence[Tensor], inputs: Sequence[Tensor], width: int |
         if key not in taken and whole and alike and first.is_floating_point() and first.ndim > 1 and first.shape[-1] == width:
             return indices
     return []
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those of a layer's call that `_Bundle` holds: in lists, tuples and dictionaries, not in other objects."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def _unpack(packed: Tensor | _Handle) -> Tensor:

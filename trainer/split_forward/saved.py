@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from miles.core.planning.hardware import CPU_CORE
+from miles.core.planning.linear import whole_weights
 from miles.core.planning.meters import Meter
 from miles.core.planning.plan import Plan, Step
 from miles.core.planning.workload import workload_of
@@ -76,7 +77,7 @@ def saved_bytes_of(model: PreTrainedModel, chunk: int) -> SavedBytes:
     for seed in range(_PROBES):
         for kind, row, size in _measured(model, chunk, np.random.default_rng(seed), late=seed % 2 == 0):
             found[kind].append((row, size))
-    return SavedBytes({kind: _solved(rows) for kind, rows in found.items()})
+    return SavedBytes({kind: whole_weights(rows) for kind, rows in found.items()})
 
 
 def _measured(model: PreTrainedModel, chunk: int, random: np.random.Generator, late: bool) -> list[tuple[Kind, list[int], int]]:
@@ -104,11 +105,3 @@ def _measured(model: PreTrainedModel, chunk: int, random: np.random.Generator, l
         found.append((*features(places, Step(kind="replay", number=number), prompts), meter.saved_bytes - sum(size for *_, size in found)))
         kept.clear()
     return found
-
-
-def _solved(rows: list[tuple[list[int], int]]) -> tuple[int, ...]:
-    matrix, sizes = np.array([row for row, _ in rows], np.float64), np.array([size for _, size in rows], np.float64)
-    weights = np.linalg.lstsq(matrix, sizes, rcond=None)[0].round()
-    if (matrix @ weights != sizes).any():
-        raise ValueError(f"what autograd keeps is not linear in the tokens: {[(row, size) for row, size in rows]}")
-    return tuple(int(w) for w in weights)

@@ -1,0 +1,51 @@
+"""What each layer's actions cost in time on this machine, measured once for a model and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds a token, by layer, that an action costs beyond keeping: the second forward; compressing and restoring."""
+
+    recompute: tuple[float, ...]
+    compress: tuple[float, ...]
+
+
+def folder() -> Path:
+    """`MILES_CACHE`, else `~/.cache/miles`."""
+    return Path(os.environ.get("MILES_CACHE") or Path.home() / ".cache" / "miles") / "activations"
+
+
+def key_of(config: dict[str, Any], dtype: torch.dtype, device: torch.device, threads: int) -> str:
+    """Names a model's shape (a transformers configuration) on a machine."""
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor() or platform.machine()} {platform.node()}"
+    told = {"model": config, "dtype": str(dtype), "machine": machine, "threads": threads, "torch": torch.__version__}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def load(key: str) -> Profile | None:
+    """None where none was stored."""
+    path = folder() / f"{key}.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    return Profile(recompute=tuple(found["recompute"]), compress=tuple(found["compress"]))
+
+
+def store(key: str, profile: Profile) -> None:
+    """Whole or not at all, also where two runs do it at once."""
+    path = folder() / f"{key}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(asdict(profile)))
+    partial.replace(path)
