@@ -2,7 +2,7 @@
 
 What is needed to go back is retained: the files of the last committed export (for the first version, the model directory). A
 file of the `tensor` transport is shared with the sender by a hard link, so all engines of a machine retain one copy together;
-what came by `broadcast` is one copy for each engine. Both lie in the engine's folder under /dev/shm.
+what came by `broadcast`, `p2p` or `delta` is one copy for each engine. Both lie in the engine's folder under /dev/shm.
 
 The process that talks to the server is the member of the broadcast group, not the server: a sender that dies then leaves the
 server free to go back to its old weights, and the received bytes are at hand to be retained.
@@ -26,11 +26,13 @@ from rollout.engines.sglang_manifest import TIED_HEAD, stored_specs
 from rollout.engines.sglang_served import check_served
 from rollout.engines.sglang_server import SGLangServer
 from weight_sync.buckets import export_bytes
-from weight_sync.contracts import Bucket, FromStore, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
-from weight_sync.digests import digest
+from weight_sync.contracts import Bucket, FromShards, FromStore, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
+from weight_sync.layout import nbytes
 from weight_sync.manifest import check_manifest
+from weight_sync.slices import Slice
 from weight_sync.transports.broadcast import Membership
 from weight_sync.transports.delta import DeltaReader
+from weight_sync.transports.p2p import ShardReader, piece_digests, received
 from weight_sync.transports.shared_memory import read_bucket
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class SGLangWeights:
         self._membership = Membership(server.name)
         self.join, self.leave = self._membership.join, self._membership.leave
         self._delta = DeltaReader()
+        self._shards = ShardReader(server.name)
+        self._pieces: dict[str, list[Slice]] = {}
         self._retained: Stored | None = None  # None: the model directory itself
         self._manifest: Manifest | None = None
         self._incoming: Stored = []
@@ -80,7 +84,7 @@ class SGLangWeights:
     def begin(self, manifest: Manifest) -> None:
         """The server is paused by now."""
         self._manifest = manifest
-        self._incoming = []
+        self._incoming, self._pieces = [], {}
         self._updates += 1
         self._begin_session()
 
@@ -103,7 +107,7 @@ class SGLangWeights:
         tensors = {name: tensor for bucket, file in self._incoming for name, tensor in read_bucket(bucket, file).items()}
         if self._ranks == 1:
             check_served(self._server.call("/weights_checker", {"action": "checksum"}), tensors, self._server.name)
-        return {name: digest(tensor) for name, tensor in tensors.items()}
+        return piece_digests(tensors, self._pieces)
 
     def commit(self, version: int) -> None:
         received = self._manifest.version if self._manifest is not None else None
@@ -119,7 +123,8 @@ class SGLangWeights:
 
     def abort(self) -> None:
         """Load the retained weights again. Does nothing when no update was begun."""
-        self.leave()  # also frees a thread that waits for a bucket
+        self.leave()  # these two also free a thread that waits for a bucket
+        self._shards.stop()
         with self._lock:
             if self._manifest is None:
                 return
@@ -150,6 +155,10 @@ class SGLangWeights:
             _link(Path(payload.path), path)
         elif isinstance(payload, FromStore):
             _write(path, self._delta.read(bucket, payload, self._held().__getitem__))
+        elif isinstance(payload, FromShards):
+            # Straight into the file that the server maps. All its ranks map the same one, so a byte comes once for all of them.
+            self._shards.read(bucket, payload, _new_file(path, nbytes(bucket)))
+            self._pieces |= received(bucket, payload)
         else:
             self._receive_to(path, bucket)
         mine = SharedMemory(str(path), path.stat().st_size)
@@ -188,6 +197,14 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     with path.open("wb") as file:
         for tensor in tensors.values():
             file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _new_file(path: Path, size: int) -> torch.Tensor:
+    """A file's bytes as a tensor. They are reserved first: writing to a mapping of a full /dev/shm kills the process."""
+    with path.open("wb") as file:
+        if size:
+            os.posix_fallocate(file.fileno(), 0, size)
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -28,7 +28,7 @@ from weight_sync.transaction import UpdateAborted, WeightSync
 from weight_sync.transports.broadcast import Listener, join
 
 pytestmark = pytest.mark.sglang
-TRANSPORTS = ["tensor", "broadcast", "delta"]
+TRANSPORTS = ["tensor", "broadcast", "p2p", "delta"]
 
 
 class OneServer:
