@@ -28,6 +28,7 @@ usage: miles COMMAND ...
   miles distill RECIPE.toml [key=value ...] [--resume]   on-policy distillation from a teacher
   miles evaluate RECIPE.toml [key=value ...]             pass@k of a model on prompts with rewards
   miles config RECIPE.toml [key=value ...]               every value, where it comes from, and the batch arithmetic; starts nothing
+  miles convert --to FORMAT SOURCE TARGET                weights between Hugging Face safetensors and Megatron shards
   miles report RUN                                       one HTML page and a picture of a run folder
   miles doctor                                           is this machine ready? each item is ok, or says what to do
 
@@ -37,6 +38,23 @@ A recipe is a TOML file; a value given as key=value on the command line wins ove
 
 `miles COMMAND --help` lists a command's options. First time here? `bash scripts/quickstart` trains a small model in a few minutes.
 Exit codes: 0 done, 1 a failure (with its traceback), 2 something you can change (with what to change), 130 interrupted.
+"""
+
+
+CONVERT = """\
+From a model to shards that Megatron-Core's dist_checkpointing loads at any layout of ranks, and back again, bit for bit:
+
+  miles convert --to megatron models/qwen3-8b models/qwen3-8b-megatron
+  miles convert --to huggingface models/qwen3-8b-megatron models/again
+
+A checkpoint of a run with trainer.backend = 'megatron' becomes a model that transformers and SGLang load, whatever its layout was. It
+has no tokenizer, so say which model the run began from; it holds float32 masters, so say in which dtype to write:
+
+  miles convert --to huggingface RUN/checkpoints/step_00000100 models/tuned --model models/qwen3-8b --dtype bfloat16
+
+It needs no GPU, no ranks and no Megatron-Core. One file of weights is in memory at a time. TARGET appears when it is complete; what an
+interrupted conversion leaves is called TARGET.partial, and nothing reads it. For models of type llama, qwen2, qwen3,
+qwen3_moe and deepseek_v3.
 """
 
 
@@ -178,6 +196,23 @@ def _report(arguments: list[str]) -> int:
     return OK
 
 
+def _convert(arguments: list[str]) -> int:
+    parser = _parser("convert", "Weights between Hugging Face safetensors and Megatron-Core's dist_checkpointing.", CONVERT)
+    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face model directory, or a Megatron checkpoint")
+    parser.add_argument("target", metavar="TARGET", help="the directory to make; it must not be there yet")
+    parser.add_argument("--to", choices=["megatron", "huggingface"], required=True, help="the format of TARGET")
+    parser.add_argument(
+        "--model", metavar="PATH", help="with --to huggingface: the model directory that has the configuration and tokenizer of a run's checkpoint"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights in TARGET; by default as they are in SOURCE")
+    parser.add_argument("--file-gib", type=float, default=4.0, metavar="N", help="size of one file of weights, and so the memory that is needed (default 4)")
+    options = _parse(parser, arguments)
+    from miles.run.convert import run
+
+    run(options.source, options.target, to=options.to, model=options.model, dtype=options.dtype, file_gib=options.file_gib)
+    return OK
+
+
 def _doctor(arguments: list[str]) -> int:
     _parse(_parser("doctor", "Is this machine ready? Each item is ok, or says what to do; exit 1 when something essential is missing."), arguments)
     from miles.run import doctor
@@ -187,7 +222,7 @@ def _doctor(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": _sft, "prefer": _prefer, "reward": _reward, "rl": _rl, "distill": _distill, "evaluate": _evaluate,
-    "config": _config, "report": _report, "doctor": _doctor,
+    "config": _config, "convert": _convert, "report": _report, "doctor": _doctor,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from miles.core.checkpoint.store import CheckpointError
 from miles.core.model.scoring import score
@@ -90,6 +90,29 @@ def experts(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """DeepSeek-V3's parts, small: latent attention under YaRN, a layer without experts, then eight of which a token is given four out of
+    two of four groups, by biased scores, beside a shared one."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=50, hidden_size=16, intermediate_size=32, moe_intermediate_size=6, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8, n_routed_experts=8, num_experts_per_tok=4, n_group=4,
+        topk_group=2, n_shared_experts=1, first_k_dense_replace=1, max_position_embeddings=128, tie_word_embeddings=False, pad_token_id=0,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+                         "original_max_position_embeddings": 32},
+    )  # fmt: skip
+    drawn = DeepseekV3ForCausalLM(config)
+    for name, tensor in drawn.state_dict().items():
+        if "e_score_correction_bias" in name:
+            tensor.normal_(std=0.1)
+    folder = tmp_path_factory.mktemp("latent") / "model"
+    drawn.save_pretrained(folder)
+    for file in model.glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
 @pytest.fixture(scope="module", autouse=True)
 def norms() -> Iterator[None]:
     yield
@@ -125,6 +148,7 @@ def gradients_and_metrics(rank: int, world: int, path: Path, groups: list[Group]
 
     from trainer.megatron.checkpoint import _described, _span
     from trainer.megatron.export import Exporter
+    from trainer.megatron.names import buffers
     from trainer.rows.schedule import Update
 
     backend._optimizer.step = lambda: Update(0.0, 0.0, True)
@@ -139,7 +163,8 @@ def gradients_and_metrics(rank: int, world: int, path: Path, groups: list[Group]
         dist.all_reduce(full, group=part.data_parallel_group)
         own[int(number)][key] = full.view(parameter.shape)
     exporter = Exporter(backend.architecture, backend.mesh, own, torch.float64)
-    return {name: tensor.numpy().copy() for name, tensor in exporter.tensors([s.name for s in exporter.specs()])}, metrics
+    trained = [s.name for s in exporter.specs() if s.name not in buffers(backend.architecture)]
+    return {name: tensor.numpy().copy() for name, tensor in exporter.tensors(trained)}, metrics
 
 
 @pytest.mark.parametrize("layout", TWO)
@@ -194,8 +219,24 @@ def test_gradients_of_experts_on_four_ranks(experts: Path, four: Pool, layout: s
     assert relative_difference(found, plain_gradients(experts, mixed_groups(), per_expert=True)) < 1e-5
 
 
+@pytest.mark.parametrize("layout", EXPERTS_TWO)
+def test_gradients_of_latent_attention_and_biased_routing(latent: Path, two: Pool, layout: str) -> None:
+    """transformers computes norms and routes in float32: a floor that is not ours."""
+    found = two.run(gradients_and_metrics, latent, mixed_groups(), EXPERTS_TWO[layout] | {"max_tokens_per_microbatch": 25})[0][0]
+    assert relative_difference(found, plain_gradients(latent, mixed_groups(), per_expert=True)) < 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", EXPERTS_FOUR)
+def test_gradients_of_latent_attention_on_four_ranks(latent: Path, four: Pool, layout: str) -> None:
+    found = four.run(gradients_and_metrics, latent, mixed_groups(), EXPERTS_FOUR[layout] | {"activation_checkpointing": True})[0][0]
+    assert relative_difference(found, plain_gradients(latent, mixed_groups(), per_expert=True)) < 1e-5
+
+
 @pytest.mark.parametrize("layout", ["experts over data", "experts over tensor"])
-def test_experts_leave_as_they_came_and_resume(experts: Path, two: Pool, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["experts", "latent"])
+def test_experts_leave_as_they_came_and_resume(request: pytest.FixtureRequest, family: str, two: Pool, layout: str, tmp_path: Path) -> None:
+    experts = request.getfixturevalue(family)
     held = two.run(exported, experts, EXPERTS_TWO[layout], tmp_path / "export")
     expected, found = (load_file(folder / "model.safetensors") for folder in (experts, tmp_path / "export"))
     assert found.keys() == expected.keys()
@@ -212,6 +253,10 @@ def test_fewer_rows_than_ranks(model: Path, two: Pool) -> None:
     groups = [make_group(0, [make_sample(0, i, 3, length, reward=float(i)) for i, length in enumerate((40, 5, 6))])]
     found = two.run(gradients_and_metrics, model, groups, {"max_tokens_per_microbatch": 1})[0][0]
     assert relative_difference(found, plain_gradients(model, groups)) < EXACT
+
+
+def test_logprobs_of_latent_attention_are_those_of_a_plain_forward(latent: Path, two: Pool) -> None:
+    test_logprobs_are_those_of_a_plain_forward(latent, two, "tensor")
 
 
 @pytest.mark.parametrize("layout", TWO)

@@ -29,12 +29,13 @@ from trainer.fsdp.distill import Distiller, build_distiller
 from trainer.fsdp.export import AdapterExporter, Exporter
 from trainer.fsdp.model import build_model, compute_dtype_of
 from trainer.fsdp.optimizer import Optimizer
-from trainer.fsdp.pairs import PairLoss, mismatched
+from trainer.fsdp.pairs import PairLoss
 from trainer.fsdp.scoring import BaseScorer, Scorer
 from trainer.fsdp.update import take_step
 from trainer.objective import Objective, result_of, sft_loss, tokens_of
 from trainer.rows.batch import Batch, count, weights_of
 from trainer.rows.meters import Meters
+from trainer.rows.pairs import mismatched
 from trainer.rows.row import Row, RowLoss
 from trainer.rows.schedule import Update
 from trainer.rows.share import MicroBatch, share

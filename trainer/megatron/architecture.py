@@ -5,16 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.megatron import deepseek
+from trainer.megatron.deepseek import Latent
 from trainer.megatron.layout import Layout
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 VOCABULARY_UNIT = 64
 """Each tensor rank's share of the vocabulary is padded to a multiple of this, as matrix products on GPUs like it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Sizes as the Hugging Face configuration has them. `windows`: of each layer's attention, None for all. `experts` 0: a dense model."""
+    """Sizes as the Hugging Face configuration has them.
+
+    Attributes:
+        windows: of each layer's attention, None for all. latent: multi-head latent attention, or None.
+        experts: 0 for a dense model. dense_layers: so many layers at the beginning have none all the same.
+        shared_width: feed-forward columns beside the experts that every token passes through, or 0.
+        biased_routing: experts are chosen by sigmoid scores plus a bias that is never trained (DeepSeek-V3, arXiv 2412.19437, equation 16),
+            out of the `groups_per_token` best of `expert_groups` groups, and weighed by the scores times `routing_scale`.
+    """
 
     family: str
     layers: int
@@ -33,6 +43,21 @@ class Architecture:
     experts_per_token: int = 0
     expert_width: int = 0
     normalised_routing: bool = False
+    latent: Latent | None = None
+    dense_layers: int = 0
+    shared_width: int = 0
+    biased_routing: bool = False
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    routing_scale: float = 1.0
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers have the same tensors."""
+        return not self.dense_layers
+
+    def dense(self, layer: int) -> bool:
+        return not self.experts or layer < self.dense_layers
 
     def vocabulary_share(self, layout: Layout) -> int:
         """Rows of the embedding on one tensor rank, padding included."""
@@ -43,18 +68,25 @@ class Architecture:
         """Raises ValueError, with the arithmetic, where the model does not divide into the layout."""
         divided = [
             ("attention heads", self.heads, "trainer.tensor_parallel", layout.tensor),
-            ("key-value heads", self.kv_heads, "trainer.tensor_parallel", layout.tensor),
+            *self._attention_sizes(layout),
             ("layers", self.layers, "trainer.pipeline_parallel x trainer.pipeline_chunks", layout.pipeline * layout.chunks),
         ]
         if self.experts:
             divided.append(("experts", self.experts, "trainer.expert_parallel", layout.expert))
-        else:
+            divided.append(("columns of shared experts", self.shared_width, "trainer.tensor_parallel", layout.tensor))
+        if self.dense(0):
             divided.append(("feed-forward columns", self.feed_forward, "trainer.tensor_parallel", layout.tensor))
         if layout.expert > 1 and not self.experts:
             raise ValueError(f"trainer.expert_parallel = {layout.expert}, but the model ({self.family}) has no experts: leave it at 1")
         for what, number, option, parts in divided:
             if number % parts:
                 raise ValueError(f"the model's {number} {what} do not divide by {option} = {parts}: {number} / {parts} = {number / parts:.2f}")
+
+    def _attention_sizes(self, layout: Layout) -> list[tuple[str, int, str, int]]:
+        if self.latent is None:
+            return [("key-value heads", self.kv_heads, "trainer.tensor_parallel", layout.tensor)]
+        widths = (("kv_lora_rank + qk_rope_head_dim", self.latent.rank + self.latent.rotary), ("q_lora_rank", self.latent.query_rank or 0))
+        return [(f"columns of {name}", width, "trainer.tensor_parallel", layout.tensor) for name, width in widths]
 
 
 def architecture_of(config: Any) -> Architecture:
@@ -77,13 +109,24 @@ def architecture_of(config: Any) -> Architecture:
         raise ValueError("trainer.backend = 'megatron' wants experts in every layer of a qwen3_moe model (mlp_only_layers, decoder_sparse_step)")
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
+    options: dict[str, Any] = {
+        "kv_heads": config.num_key_value_heads or config.num_attention_heads,
+        "head_width": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    }
+    if family == "deepseek_v3":
+        options |= deepseek.options_of(config)
+    elif moe:
+        options |= {
+            "experts": config.num_experts,
+            "experts_per_token": config.num_experts_per_tok,
+            "expert_width": config.moe_intermediate_size,
+            "normalised_routing": bool(config.norm_topk_prob),
+        }
     return Architecture(
         family=family,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         feed_forward=config.intermediate_size,
         vocabulary=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
@@ -91,8 +134,5 @@ def architecture_of(config: Any) -> Architecture:
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         qkv_bias=family == "qwen2",
         head_norm=family in ("qwen3", "qwen3_moe"),
-        experts=config.num_experts if moe else 0,
-        experts_per_token=config.num_experts_per_tok if moe else 0,
-        expert_width=config.moe_intermediate_size if moe else 0,
-        normalised_routing=bool(config.norm_topk_prob) if moe else False,
+        **options,
     )

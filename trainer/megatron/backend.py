@@ -111,7 +111,7 @@ class MegatronBackend:
             self._reference = Model(
                 [c.requires_grad_(False) for c in frozen], self.mesh, self.architecture.vocabulary, trainer.chunk(self.architecture.vocabulary)
             )
-        own = [dict(chunk.module.named_parameters()) for chunk in self._chunks]
+        own = [chunk.module.tensors() for chunk in self._chunks]
         self._exporter = Exporter(self.architecture, self.mesh, own, self._dtype)
         self._writer = checkpoint.Writer(rank, world)
         self.version = 0
@@ -248,6 +248,9 @@ class MegatronBackend:
             if self._dtype != master_dtype:
                 chunk.to(self._dtype)
                 masters.append(values)
+            for name, tensor in chunk.tensors().items():
+                if wanted[name].buffer:
+                    tensor.data = values[name].to(tensor.device, torch.float32)
         return chunks, masters
 
     def _move_reference(self, device: torch.device) -> None:

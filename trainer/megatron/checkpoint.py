@@ -78,6 +78,8 @@ def collect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer) -> 
                 dist.reduce(full, dist.get_process_group_ranks(group)[0], group=group)
             if group.rank() == 0:
                 collected[f"{kind}.{name}"] = _named(place, kind, full.view(parameter.shape).cpu())
+    for name, place, buffer in _untrained(chunks):
+        collected[f"master.{name}"] = _named(place, "master", buffer.cpu().clone())
     return collected
 
 
@@ -95,6 +97,8 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Opt
     for name, place, parameter, _ in _described(chunks, optimizer):
         for kind in KINDS:
             wanted[f"{kind}.{name}"] = _named(place, kind, torch.empty(parameter.shape, dtype=torch.float32))
+    for name, place, buffer in _untrained(chunks):
+        wanted[f"master.{name}"] = _named(place, "master", torch.empty_like(buffer, device="cpu"))
     own = rng_name(mesh.rank)
     if manifest["world"] == mesh.layout.ranks:
         wanted[own] = _of_one_rank(own, torch.empty(stored[own].global_shape, dtype=torch.uint8))
@@ -110,6 +114,8 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Opt
                 start, stop = _span(part, parameter)
                 for kind, tensor in _states(part, parameter).items():
                     tensor.copy_(found[f"{kind}.{name}"].view(-1)[start:stop])
+        for name, _, buffer in _untrained(chunks):
+            buffer.copy_(found[f"master.{name}"])
     reader.resume_rng(folder, manifest, found.get(own), rank=mesh.rank, world=mesh.layout.ranks, seed=seed)
     return manifest["state"], manifest["extra"]
 
@@ -121,6 +127,15 @@ def _described(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer) 
         places = {id(base.data): base for base in _bases(chunk.module.sharded_state_dict())}
         for name, parameter in chunk.module.named_parameters():
             yield f"{number}.{name}", places[id(parameter)], parameter, parts[parameter]
+
+
+def _untrained(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, ShardedBase, Tensor]]:
+    """As `_described`, of buffers that are part of the model: one rank's is written."""
+    for number, chunk in enumerate(chunks):
+        places = {id(base.data): base for base in _bases(chunk.module.sharded_state_dict())}
+        for name, tensor in chunk.module.tensors().items():
+            if not isinstance(tensor, torch.nn.Parameter):
+                yield f"{number}.{name}", places[id(tensor)], tensor
 
 
 def _bases(tree: Any) -> Iterator[ShardedBase]:

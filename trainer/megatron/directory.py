@@ -19,6 +19,7 @@ from miles.core.model.load import tokenizer_of
 from trainer.megatron.names import Part
 
 SHARD_BYTES = 4 * 2**30
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -47,6 +48,13 @@ class Source:
         for name in sorted(self._file.keys() - expected.keys() - {"lm_head.weight"}):
             raise ValueError(f"model.path = {str(path)!r} has a tensor that trainer.backend = 'megatron' does not know: {name}")
 
+    def dtype(self, part: Part) -> torch.dtype:
+        """Of its blocks. Raises ValueError where they differ."""
+        found = {self._file[block.name].get_slice(block.name).get_dtype(): block.name for block in part.blocks}
+        if len(found) > 1:
+            raise ValueError(f"{' and '.join(found.values())} have dtypes {' and '.join(found)}, but Megatron-Core has them in one tensor")
+        return _DTYPES[next(iter(found))]
+
     def read(self, part: Part, dtype: torch.dtype) -> Tensor:
         """A rank's tensor on the CPU: only the bytes of its blocks are read."""
         tensor = torch.zeros(part.shape, dtype=dtype)
@@ -61,10 +69,9 @@ def slices(ranges: Iterable[tuple[int, int]]) -> tuple[slice, ...]:
 
 
 def write_directory(folder: Path, tensors: Iterable[tuple[str, Tensor]], model: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> None:
-    """Weights, configuration and tokenizer, as transformers and SGLang load them. `tensors` are taken one at a time, and written whenever
-    they fill a shard. The folder appears whole, in place of one that was there."""
+    """Weights, configuration and tokenizer, as transformers and SGLang load them. The folder appears whole, in place of one that was there."""
     with whole(folder) as partial:
-        _write_shards(partial, tensors, dtype)
+        write_weights(partial, ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors))
         config.dtype = dtype
         config.save_pretrained(partial)
         if (Path(model.path) / "generation_config.json").is_file():
@@ -72,7 +79,8 @@ def write_directory(folder: Path, tensors: Iterable[tuple[str, Tensor]], model: 
         tokenizer_of(model).save_pretrained(partial)
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+def write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = SHARD_BYTES) -> None:
+    """Safetensors files in the folder. `tensors`, on the CPU and nobody else's, are taken one at a time, and written whenever they fill a file."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     size = total = 0
@@ -84,12 +92,12 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: to
             pending.clear()
 
     for name, tensor in tensors:
-        if size + tensor.nbytes > SHARD_BYTES:
+        if size + tensor.nbytes > file_bytes:
             flush()
             size = 0
-        pending[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        size += pending[name].nbytes
-        total += pending[name].nbytes
+        pending[name] = tensor.contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
     flush()
     _name_shards(folder, shards, total)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.directory import slices
 from trainer.megatron.mesh import Mesh
-from trainer.megatron.names import Held, held_by, holders, shapes
+from trainer.megatron.names import Held, buffers, held_by, holders, shapes
 from weight_sync.contracts import TensorSpec
 from weight_sync.slices import Slice
 
@@ -25,9 +25,10 @@ class Exporter:
         self._own, self._mesh, self._dtype = tensors, mesh, dtype
         self._shapes, self._holders = shapes(architecture), holders(architecture, mesh.layout)
         self._mine = held_by(architecture, mesh.layout, mesh.rank)
+        self._float32 = buffers(architecture)
 
     def specs(self) -> list[TensorSpec]:
-        return [TensorSpec(name, shape, str(self._dtype).removeprefix("torch.")) for name, shape in self._shapes.items()]
+        return [TensorSpec(name, shape, str(self._dtype_of(name)).removeprefix("torch.")) for name, shape in self._shapes.items()]
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Full tensors on rank 0 in the order of `names`, elsewhere empty ones. Collective: every rank takes every step."""
@@ -46,11 +47,14 @@ class Exporter:
                 return self._local(replace(held, block=block))
         raise AssertionError(f"{piece} is not within a slice of this rank")
 
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self._float32 else self._dtype
+
     def _gathered(self, name: str) -> Tensor:
         """Each holding rank sends its blocks of the tensor in one message."""
-        device = next(iter(self._own[0].values())).device
+        device, dtype = next(iter(self._own[0].values())).device, self._dtype_of(name)
         receives = self._mesh.rank == 0
-        full = torch.empty(self._shapes[name] if receives else 0, dtype=self._dtype, device=device)
+        full = torch.empty(self._shapes[name] if receives else 0, dtype=dtype, device=device)
         for rank, group in groupby(self._holders[name], key=lambda held: held.rank):
             held = list(group)
             if rank == 0 and receives:
@@ -59,7 +63,7 @@ class Exporter:
             elif rank == self._mesh.rank:
                 dist.send(torch.cat([self._local(one).flatten() for one in held]), 0, group=self._mesh.everyone)
             elif receives:
-                message = torch.empty(sum(one.block.numel for one in held), dtype=self._dtype, device=device)
+                message = torch.empty(sum(one.block.numel for one in held), dtype=dtype, device=device)
                 dist.recv(message, rank, group=self._mesh.everyone)
                 for one, flat in zip(held, message.split([one.block.numel for one in held]), strict=True):
                     place = full[slices(one.block.there)]
@@ -67,4 +71,4 @@ class Exporter:
         return full
 
     def _local(self, held: Held) -> Tensor:
-        return self._own[held.chunk][held.tensor].detach()[slices(held.block.here)].to(self._dtype)
+        return self._own[held.chunk][held.tensor].detach()[slices(held.block.here)].to(self._dtype_of(held.block.name))

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -24,6 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from trainer.megatron import cpu
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.attention import PackedAttention, RMSNorm
+from trainer.megatron.deepseek import Latent
+from trainer.megatron.latent import LatentAttention
 from trainer.megatron.mesh import Mesh
 from trainer.megatron.names import layers_of, parts
 
@@ -36,6 +40,11 @@ class Chunk(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, and buffers that are part of the model, by name."""
+        found = dict(self.named_parameters())
+        return found | {name: buffer for name, buffer in self.named_buffers() if name.endswith(".expert_bias")}
 
     def head(self) -> Tensor:
         """This rank's rows of the output projection, padding included; on the last stage alone."""
@@ -50,11 +59,18 @@ class Config(TransformerConfig):
     windows: tuple[int | None, ...] = ()
 
 
-def transformer_config(architecture: Architecture, mesh: Mesh, *, dtype: torch.dtype, compute_dtype: torch.dtype, recompute: bool) -> Config:
+class LatentConfig(MLATransformerConfig):
+    """The same with multi-head latent attention."""
+
+    windows: tuple[int | None, ...] = ()
+
+
+def transformer_config(architecture: Architecture, mesh: Mesh, *, dtype: torch.dtype, compute_dtype: torch.dtype, recompute: bool) -> Config | LatentConfig:
     """Nothing is drawn and nothing is dropped: weights are loaded, and dropout would part an on-policy token's ratio from 1."""
     layout = mesh.layout
     sequence_parallel = bool(architecture.experts) and layout.tensor > 1  # Megatron-Core wants it so
-    config = Config(
+    kind = Config if architecture.latent is None else LatentConfig
+    config = kind(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden,
         num_attention_heads=architecture.heads,
@@ -92,22 +108,23 @@ def transformer_config(architecture: Architecture, mesh: Mesh, *, dtype: torch.d
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
         **_expert_options(architecture, compute_dtype),
+        **_latent_options(architecture.latent),
     )
     config.windows = architecture.windows
     return config
 
 
-def build_chunks(config: Config, architecture: Architecture, hf_config: Any, mesh: Mesh, device: torch.device) -> list[Chunk]:
+def build_chunks(config: Config | LatentConfig, architecture: Architecture, hf_config: Any, mesh: Mesh, device: torch.device) -> list[Chunk]:
     """This rank's pieces of the model, their weights still arbitrary."""
-    spec = _layer_spec(architecture)
     frequencies = _rotary_frequencies(hf_config)
     stage, layout = mesh.place.stage, mesh.layout
     chunks = []
     for number in range(layout.chunks):
+        specs = [_layer_spec(architecture, dense=architecture.dense(layer)) for layer in layers_of(architecture, layout, stage, number)]
         with cpu.tensors():
             chunk = Chunk(
                 config=config,
-                transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * len(layers_of(architecture, layout, stage, number)), layer_norm=RMSNorm),
+                transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
                 vocab_size=architecture.vocabulary_share(layout) * layout.tensor,
                 max_sequence_length=hf_config.max_position_embeddings,
                 pre_process=stage == 0 and number == 0,
@@ -116,7 +133,9 @@ def build_chunks(config: Config, architecture: Architecture, hf_config: Any, mes
                 position_embedding_type="rope",
                 vp_stage=number if layout.chunks > 1 else None,
             )
-        chunk.rotary_pos_emb.inv_freq = frequencies
+        for module in chunk.modules():
+            if isinstance(module, RotaryEmbedding):  # one of the chunk, or of each layer's latent attention
+                module.inv_freq = frequencies
         _mark(chunk, architecture, mesh, number)
         if chunk.pre_process:
             chunk.embedding.word_embeddings.register_forward_hook(partial(_spare_padding, hf_config.pad_token_id, mesh.place.tensor))
@@ -126,7 +145,8 @@ def build_chunks(config: Config, architecture: Architecture, hf_config: Any, mes
 
 def _mark(chunk: Chunk, architecture: Architecture, mesh: Mesh, number: int) -> None:
     """Tell Megatron-Core which tensors are divided over tensor ranks: it would have noted that when it drew their values."""
-    named, wanted = dict(chunk.named_parameters()), parts(architecture, mesh.layout, mesh.rank)[number]
+    named: dict[str, Any] = chunk.tensors()
+    wanted = parts(architecture, mesh.layout, mesh.rank)[number]
     assert named.keys() == wanted.keys(), sorted(named.keys() ^ wanted.keys())
     for name, part in wanted.items():
         assert named[name].shape == part.shape, (name, named[name].shape, part.shape)
@@ -147,28 +167,51 @@ def _spare_padding(pad: int | None, rank: int, module: nn.Module, inputs: tuple[
     output.register_hook(lambda gradient: gradient.masked_fill(spared, 0))
 
 
-def _layer_spec(architecture: Architecture) -> ModuleSpec:
+def _layer_spec(architecture: Architecture, *, dense: bool) -> ModuleSpec:
     backend = LocalSpecProvider()
-    head_norm: Callable[..., Any] = RMSNorm if architecture.head_norm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=backend.column_parallel_linear(),
-                    core_attention=PackedAttention,
-                    linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
+            self_attention=_attention_spec(backend, architecture) if architecture.latent is None else _latent_attention_spec(backend),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=architecture.experts or None, moe_grouped_gemm=False),
+            mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=None if dense else architecture.experts, moe_grouped_gemm=False),
             mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _attention_spec(backend: LocalSpecProvider, architecture: Architecture) -> ModuleSpec:
+    head_norm: Callable[..., Any] = RMSNorm if architecture.head_norm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=PackedAttention,
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def _latent_attention_spec(backend: LocalSpecProvider) -> ModuleSpec:
+    column = backend.column_parallel_linear()
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=column,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=column,
+            linear_kv_up_proj=column,
+            core_attention=PackedAttention,
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=RMSNorm,
+            kv_layernorm=RMSNorm,
         ),
     )
 
@@ -176,13 +219,39 @@ def _layer_spec(architecture: Architecture) -> ModuleSpec:
 def _expert_options(architecture: Architecture, compute_dtype: torch.dtype) -> dict[str, Any]:
     if not architecture.experts:
         return {}
-    return {
+    biased: dict[str, Any] = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # it balances a pre-training; here the engines have it too, and a token's experts stay its experts
+        "moe_router_topk_scaling_factor": architecture.routing_scale,
+    }
+    if architecture.expert_groups > 1:
+        biased |= {"moe_router_num_groups": architecture.expert_groups, "moe_router_group_topk": architecture.groups_per_token}
+    return (biased if architecture.biased_routing else {}) | {
+        "moe_layer_freq": [int(not architecture.dense(layer)) for layer in range(architecture.layers)] if architecture.dense_layers else 1,
+        "moe_shared_expert_intermediate_size": architecture.shared_width or None,
         "num_moe_experts": architecture.experts,
         "moe_router_topk": architecture.experts_per_token,
         "moe_ffn_hidden_size": architecture.expert_width,
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": not architecture.normalised_routing,
         "moe_router_dtype": "fp64" if compute_dtype == torch.float64 else "fp32",
+    }
+
+
+def _latent_options(latent: Latent | None) -> dict[str, Any]:
+    """The rotary frequencies are set afterwards, as transformers computes them: YaRN's options here only scale the softmax."""
+    if latent is None:
+        return {}
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+        "rope_type": "rope",
+        "rotary_scaling_factor": latent.stretch,
+        "mscale_all_dim": latent.all_dimensions,
     }
 
 

@@ -9,7 +9,8 @@ rank's share, so one of its tensors is several blocks of several Hugging Face te
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.layout import Layout
@@ -24,6 +25,7 @@ class Part:
         sharded: its dimension that is divided over tensor ranks; None where each has the whole.
         stride: pieces that lie end to end in that dimension (gate and up: 2).
         expert: it belongs to an expert. copy: of another stage's tensor (a tied output head); it is never exported.
+        buffer: it is never trained, and is float32 whatever the model is.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +33,7 @@ class Part:
     sharded: int | None = None
     stride: int = 1
     expert: bool = False
+    buffer: bool = False
     copy: bool = False
 
 
@@ -67,6 +70,11 @@ def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def buffers(architecture: Architecture) -> set[str]:
+    """Hugging Face names of what is never trained."""
+    return {block.name for part in parts(architecture, Layout(), 0)[0].values() if part.buffer for block in part.blocks}
+
+
 def holders(architecture: Architecture, layout: Layout) -> dict[str, list[Held]]:
     """For every Hugging Face tensor the blocks that make it up, each once, with the first rank that has it."""
     found: dict[str, list[Held]] = {name: [] for name in shapes(architecture)}
@@ -97,7 +105,7 @@ def _chunk(architecture: Architecture, layout: Layout, rank: int, chunk: int) ->
     if first:
         yield "embedding.word_embeddings.weight", _vocabulary("model.embed_tokens.weight", architecture, layout, place.tensor)
     for local, layer in enumerate(layers_of(architecture, layout, place.stage, chunk)):
-        for name, part in _layer(architecture, layout, rank, f"model.layers.{layer}."):
+        for name, part in _layer(architecture, layout, rank, layer):
             yield f"decoder.layers.{local}.{name}", part
     if last:
         yield "decoder.final_layernorm.weight", _whole("model.norm.weight", (architecture.hidden,))
@@ -107,26 +115,52 @@ def _chunk(architecture: Architecture, layout: Layout, rank: int, chunk: int) ->
             yield "output_layer.weight", _vocabulary("model.embed_tokens.weight", architecture, layout, place.tensor, copy=True)
 
 
-def _layer(architecture: Architecture, layout: Layout, rank: int, prefix: str) -> Iterator[tuple[str, Part]]:
-    place, hidden, width = layout.place(rank), architecture.hidden, architecture.head_width
+def _layer(architecture: Architecture, layout: Layout, rank: int, layer: int) -> Iterator[tuple[str, Part]]:
+    place, hidden, prefix = layout.place(rank), architecture.hidden, f"model.layers.{layer}."
     yield "input_layernorm.weight", _whole(f"{prefix}input_layernorm.weight", (hidden,))
-    attention = f"{prefix}self_attn."
-    yield "self_attention.linear_qkv.weight", _qkv(attention, "weight", architecture, layout, place.tensor)
-    if architecture.qkv_bias:
-        yield "self_attention.linear_qkv.bias", _qkv(attention, "bias", architecture, layout, place.tensor)
-    if architecture.head_norm:
-        yield "self_attention.q_layernorm.weight", _whole(f"{attention}q_norm.weight", (width,))
-        yield "self_attention.k_layernorm.weight", _whole(f"{attention}k_norm.weight", (width,))
-    yield "self_attention.linear_proj.weight", _columns(f"{attention}o_proj.weight", hidden, architecture.heads * width, layout.tensor, place.tensor)
+    attention = _attention if architecture.latent is None else _latent_attention
+    for name, part in attention(architecture, layout, place.tensor, f"{prefix}self_attn."):
+        yield f"self_attention.{name}", part
     yield "pre_mlp_layernorm.weight", _whole(f"{prefix}post_attention_layernorm.weight", (hidden,))
-    if not architecture.experts:
+    if architecture.dense(layer):
         yield from _mlp("mlp.", f"{prefix}mlp.", hidden, architecture.feed_forward, layout.tensor, place.tensor)
         return
     yield "mlp.router.weight", _whole(f"{prefix}mlp.gate.weight", (architecture.experts, hidden))
+    if architecture.biased_routing:
+        yield "mlp.router.expert_bias", replace(_whole(f"{prefix}mlp.gate.e_score_correction_bias", (architecture.experts,)), buffer=True)
     share = architecture.experts // layout.expert
     for local in range(share):
         there = f"{prefix}mlp.experts.{place.expert * share + local}."
         yield from _mlp(f"mlp.experts.local_experts.{local}.", there, hidden, architecture.expert_width, 1, 0, expert=True)
+    if architecture.shared_width:
+        yield from _mlp("mlp.shared_experts.", f"{prefix}mlp.shared_experts.", hidden, architecture.shared_width, layout.tensor, place.tensor)
+
+
+def _attention(architecture: Architecture, layout: Layout, rank: int, there: str) -> Iterator[tuple[str, Part]]:
+    width = architecture.head_width
+    yield "linear_qkv.weight", _qkv(there, "weight", architecture, layout, rank)
+    if architecture.qkv_bias:
+        yield "linear_qkv.bias", _qkv(there, "bias", architecture, layout, rank)
+    if architecture.head_norm:
+        yield "q_layernorm.weight", _whole(f"{there}q_norm.weight", (width,))
+        yield "k_layernorm.weight", _whole(f"{there}k_norm.weight", (width,))
+    yield "linear_proj.weight", _columns(f"{there}o_proj.weight", architecture.hidden, architecture.heads * width, layout.tensor, rank)
+
+
+def _latent_attention(architecture: Architecture, layout: Layout, rank: int, there: str) -> Iterator[tuple[str, Part]]:
+    latent, heads, hidden = architecture.latent, architecture.heads, architecture.hidden
+    assert latent is not None
+    rows = partial(_rows, ranks=layout.tensor, rank=rank)
+    if latent.query_rank is None:
+        yield "linear_q_proj.weight", rows(f"{there}q_proj.weight", heads * architecture.head_width, hidden)
+    else:
+        yield "linear_q_down_proj.weight", rows(f"{there}q_a_proj.weight", latent.query_rank, hidden)
+        yield "linear_q_up_proj.weight", rows(f"{there}q_b_proj.weight", heads * architecture.head_width, latent.query_rank)
+        yield "q_layernorm.weight", _whole(f"{there}q_a_layernorm.weight", (latent.query_rank,))
+    yield "linear_kv_down_proj.weight", rows(f"{there}kv_a_proj_with_mqa.weight", latent.rank + latent.rotary, hidden)
+    yield "linear_kv_up_proj.weight", rows(f"{there}kv_b_proj.weight", heads * (latent.plain + latent.value), latent.rank)
+    yield "kv_layernorm.weight", _whole(f"{there}kv_a_layernorm.weight", (latent.rank,))
+    yield "linear_proj.weight", _columns(f"{there}o_proj.weight", hidden, heads * latent.value, layout.tensor, rank)
 
 
 def _mlp(here: str, there: str, hidden: int, width: int, ranks: int, rank: int, expert: bool = False) -> Iterator[tuple[str, Part]]:
@@ -149,6 +183,12 @@ def _qkv(there: str, kind: str, architecture: Architecture, layout: Layout, rank
             blocks.append(Block(f"{there}{name}.{kind}", ((group * size, (group + 1) * size), *rest), ((at, at + size), *rest)))
             at += size
     return Part((at, *(stop for _, stop in rest)), tuple(blocks), sharded=0)
+
+
+def _rows(name: str, rows: int, columns: int, ranks: int, rank: int) -> Part:
+    size = rows // ranks
+    block = Block(name, ((rank * size, (rank + 1) * size), (0, columns)), ((0, size), (0, columns)))
+    return Part((size, columns), (block,), sharded=0)
 
 
 def _columns(name: str, rows: int, columns: int, ranks: int, rank: int) -> Part:

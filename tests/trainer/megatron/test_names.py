@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from transformers import DeepseekV3Config
 
 from trainer.config import TrainerConfig
-from trainer.megatron.architecture import Architecture
+from trainer.megatron.architecture import Architecture, architecture_of
+from trainer.megatron.deepseek import Latent
 from trainer.megatron.layout import Layout, layout_of
 from trainer.megatron.names import Part, holders, layers_of, parts, shapes
 
@@ -17,6 +21,10 @@ DENSE = Architecture(
     windows=(None,) * 4, head_norm=True,
 )  # fmt: skip
 MOE = replace(DENSE, family="qwen3_moe", experts=4, experts_per_token=2, expert_width=6)
+LATENT = replace(
+    MOE, family="deepseek_v3", kv_heads=4, head_norm=False, dense_layers=1, shared_width=8, biased_routing=True,
+    latent=Latent(query_rank=6, rank=4, plain=2, rotary=2, value=3),
+)  # fmt: skip
 LAYOUTS = [
     Layout(),
     Layout(tensor=2),
@@ -36,7 +44,7 @@ def filled(shape: tuple[int, ...], ranges: list[tuple[tuple[int, int], ...]]) ->
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("architecture", [DENSE, replace(DENSE, tied=True), MOE, replace(DENSE, family="qwen2", qkv_bias=True, head_norm=False)])
+@pytest.mark.parametrize("architecture", [DENSE, replace(DENSE, tied=True), MOE, LATENT, replace(DENSE, family="qwen2", qkv_bias=True, head_norm=False)])
 def test_every_element_of_a_checkpoint_is_held_once(architecture: Architecture, layout: Layout) -> None:
     if layout.expert > 1 and not architecture.experts:
         return
@@ -46,10 +54,11 @@ def test_every_element_of_a_checkpoint_is_held_once(architecture: Architecture, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_element_of_a_rank_is_filled_once(layout: Layout) -> None:
+@pytest.mark.parametrize("architecture", [MOE, LATENT])
+def test_every_element_of_a_rank_is_filled_once(architecture: Architecture, layout: Layout) -> None:
     """But for the vocabulary's padding."""
     for rank in range(layout.ranks):
-        for chunk in parts(MOE, layout, rank):
+        for chunk in parts(architecture, layout, rank):
             for name, part in chunk.items():
                 counts = filled(part.shape, [block.here for block in part.blocks])
                 if "embeddings" in name or name == "output_layer.weight":
@@ -109,6 +118,27 @@ def test_ranks_that_do_not_divide_are_refused(options: dict[str, int], message: 
 def test_a_model_that_does_not_divide_is_refused(layout: Layout, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DENSE.check(layout)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rope_interleave": False}, "rope_interleave = False"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ({"num_experts_per_tok": 6, "topk_group": 2}, "ranks a group by its 3 best experts .* transformers by 2"),
+        ({"first_k_dense_replace": 61}, "leaves no layer with experts"),
+    ],
+)
+def test_a_deepseek_that_would_route_or_turn_otherwise_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        architecture_of(DeepseekV3Config(**options))
+
+
+def test_the_whole_deepseek_v3_is_known() -> None:
+    """671B parameters, as its report says (arXiv 2412.19437), but for the layer that predicts a second token."""
+    architecture = architecture_of(DeepseekV3Config())
+    assert sum(math.prod(shape) for shape in shapes(architecture).values()) == pytest.approx(671.0e9, rel=1e-3)
+    architecture.check(Layout(data=8, tensor=8, expert=64))
 
 
 def test_parallelism_that_fsdp_does_not_have_is_refused() -> None:
