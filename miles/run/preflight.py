@@ -166,7 +166,7 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
     if importlib.util.find_spec("megatron") is None:
         raise ConfigError("trainer.backend = 'megatron', but Megatron-Core is not installed: run `bash scripts/install --test`, or use trainer.backend=fsdp")
     for wanted, what in (
-        (isinstance(recipe, PreferenceRecipe | RewardModelRecipe), "pairs of answers"),
+        (isinstance(recipe, RewardModelRecipe), "a reward model"),
         (getattr(recipe, "distillation", None) is not None, "distillation"),
         (getattr(recipe, "critic", None) is not None, "[critic]"),
         (lora_of(recipe) is not None, "[lora]"),

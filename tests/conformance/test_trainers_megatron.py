@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from algorithms.preference.config import PreferenceConfig
 from miles.core.checkpoint.store import CheckpointError
 from miles.core.model.scoring import score
 from miles.core.model.tiny import make_tiny_model
@@ -293,6 +294,36 @@ def trained(rank: int, world: int, path: Path, trainer: dict[str, Any]) -> tuple
     backend = make_backend(path, rank=rank, world=world, trainer=trainer, **options)
     metrics = [backend.step_rl(mixed_groups()).metrics for _ in range(3)]
     metrics.append(backend.step_sft([s for g in mixed_groups() for s in g.samples]).metrics)
+    return weights(backend), metrics
+
+
+PAIRS = [
+    ("kto", "tensor"),
+    ("dpo", "data"),
+    ("orpo", "pipeline"),
+    *(pytest.param(name, layout, marks=pytest.mark.full) for name in ("kto", "ipo", "simpo") for layout in ("data", "pipeline")),
+]
+
+
+@pytest.mark.parametrize(("objective", "layout"), PAIRS)
+def test_steps_on_pairs_are_those_of_fsdp(model: Path, two: Pool, objective: str, layout: str) -> None:
+    """Three steps, from the second on away from the reference, and an evaluation; of five pairs, so that one data-parallel rank has fewer."""
+    alone, expected = trained_on_pairs(0, 1, model, objective, TRAINED)
+    found, metrics = two.run(trained_on_pairs, model, objective, {"backend": "megatron", "ranks": 2} | TRAINED | TWO[layout])[0]
+    for name, tensor in alone.items():
+        np.testing.assert_allclose(found[name], tensor, atol=2e-5, err_msg=name)
+    for one, other in zip(metrics, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def trained_on_pairs(rank: int, world: int, path: Path, objective: Any, trainer: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    samples = [
+        make_sample(pair, side, 3, length, masked=masked) for pair, masked in enumerate([(1,), (), (), (), ()]) for side, length in enumerate((4 + pair, 9))
+    ]
+    options: dict[str, Any] = {"total_steps": 3, "dtype": torch.float32, "pairs": PreferenceConfig(objective=objective, beta=0.2, bad_weight=1.5)}
+    backend = make_backend(path, rank=rank, world=world, trainer=trainer, **options)
+    metrics = [backend.step_pairs(samples).metrics for _ in range(3)]
+    metrics.append(backend.evaluate_pairs(samples))
     return weights(backend), metrics
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from algorithms.config import AlgorithmConfig
 from algorithms.distillation.config import DistillConfig
-from algorithms.preference.config import PairConfig
+from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
 from miles.core.checkpoint import rng
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config
@@ -30,6 +30,7 @@ from trainer.megatron.names import parts, shapes
 from trainer.objective import Objective, result_of, sft_loss
 from trainer.rows.batch import Batch, count, weights_of
 from trainer.rows.meters import Meters
+from trainer.rows.pairs import loss_of_answers, mismatched, moved_away
 from trainer.rows.row import Row, RowLoss, row_of
 from trainer.rows.schedule import Update
 from trainer.rows.share import DUMMY, MicroBatch, share
@@ -77,7 +78,7 @@ class MegatronBackend:
             ("[distill]", distill),
             ("[critic]", critic),
             ("[lora]", lora),
-            ("an objective on pairs", pairs),
+            ("a reward model", pairs if isinstance(pairs, RewardModelConfig) else None),
             ("model.true_on_policy", model.true_on_policy or None),
             ("trainer.prompt_sharing", trainer.prompt_sharing or None),
         ):
@@ -105,8 +106,9 @@ class MegatronBackend:
         self._policy = Model(self._chunks, self.mesh, self.architecture.vocabulary, trainer.chunk(self.architecture.vocabulary))
         self._optimizer = Optimizer(self._chunks, trainer, total_steps, self.mesh, masters)
         self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
+        self._pairs = pairs if isinstance(pairs, PreferenceConfig) else None
         self._reference: Model | None = None
-        if algorithm is not None and algorithm.kl_coef > 0:
+        if (algorithm is not None and algorithm.kl_coef > 0) or (self._pairs is not None and self._pairs.needs_reference):
             frozen = self._load(self._transformer(master_dtype, recompute=False), master_dtype)[0]
             self._reference = Model(
                 [c.requires_grad_(False) for c in frozen], self.mesh, self.architecture.vocabulary, trainer.chunk(self.architecture.vocabulary)
@@ -129,10 +131,10 @@ class MegatronBackend:
         updates = [self._share(batch.samples, places, advantages) for places in batch.updates]
         for number, rows in enumerate(updates):
             if self._reference is not None and objective.reference_in_loss:
-                for row, scores_N in self._logprobs_by_row(self._reference, rows):
+                for row, scores_N in self._logprobs_by_row(self._reference, rows, self._temperature):
                     row.reference_logprobs_N = scores_N
             if number > 0 and objective.recompute:
-                for row, scores_N in self._logprobs_by_row(self._policy, rows):
+                for row, scores_N in self._logprobs_by_row(self._policy, rows, self._temperature):
                     row.start_logprobs_N = scores_N
         meters = Meters(self.device)
         results = []
@@ -162,10 +164,27 @@ class MegatronBackend:
         return result
 
     def step_pairs(self, samples: Sequence[Sample]) -> StepResult:
-        raise ValueError("trainer.backend = 'megatron' has no objective on pairs: use trainer.backend = 'fsdp'")
+        pairs = len(samples) // 2
+        loss, rows, scored = self._begin_pairs(samples)
+        meters = Meters(self.device)
+        update = self._update(rows, pairs, 1.0, loss, meters)
+        tokens = count(samples, self._max_new_tokens).tokens
+        more = scored | {"pairs/trained": float(pairs), "tokens/trained": float(tokens)}
+        result = result_of([update], self._reduced(meters, pairs) | more)
+        self.version += 1
+        return result
 
     def evaluate_pairs(self, samples: Sequence[Sample]) -> dict[str, float]:
-        raise ValueError("trainer.backend = 'megatron' has no objective on pairs: use trainer.backend = 'fsdp'")
+        pairs = len(samples) // 2
+        loss, rows, _ = self._begin_pairs(samples)
+        meters = Meters(self.device)
+        for row, logprobs_N in self._logprobs_by_row(self._policy, rows, 1.0):
+            out = loss(row, logprobs_N, None)
+            meters.add("preference/loss", out.loss * pairs)
+            for name, value in out.sums.items():
+                meters.add(name, value)
+        found = self._reduced(meters, pairs)
+        return {f"eval/preference_{name}": found[f"preference/{name}"] for name in ("accuracy", "margin", "loss")}
 
     def divergence(self, samples: Sequence[Sample]) -> float:
         raise ValueError("trainer.backend = 'megatron' has no teacher: use trainer.backend = 'fsdp'")
@@ -233,6 +252,28 @@ class MegatronBackend:
         """Wait for a checkpoint that is being written, and end the writer."""
         self._writer.close()
 
+    def _begin_pairs(self, samples: Sequence[Sample]) -> tuple[RowLoss, list[Row], dict[str, float]]:
+        """The loss, ready for this rank's rows of `samples`, and what there is to report beforehand: KTO's KL. Collective."""
+        if self._pairs is None:
+            raise ValueError("this trainer was built without an objective on pairs: it cannot do step_pairs")
+        rows, scored, kl = self._share(samples, range(len(samples)), None, together=2), dict[str, float](), None
+        if self._reference is not None:
+            for row, scores_N in self._logprobs_by_row(self._reference, rows, 1.0):
+                row.reference_logprobs_N = scores_N
+            if self._pairs.objective == "kto":
+                kl = self._moved_away(mismatched(samples), self._reference)
+                scored["preference/kl"] = float(kl)
+        return partial(loss_of_answers, config=self._pairs, total=len(samples) // 2, kl=kl), rows, scored
+
+    def _moved_away(self, strangers: Sequence[Sample], reference: Model) -> Tensor:
+        rows = self._share(strangers, range(len(strangers)), None)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        found = (self._policy.score(rows, 1.0), reference.score(rows, 1.0))
+        for row, *scores in zip(rows, *found, strict=True) if self.mesh.speaks else []:
+            total += moved_away(row, *scores)
+        log_ratios, answers = summed(total, self.mesh.everyone)
+        return log_ratios / answers
+
     def _transformer(self, master_dtype: torch.dtype, *, recompute: bool) -> Config:
         return transformer_config(self.architecture, self.mesh, dtype=master_dtype, compute_dtype=self._dtype, recompute=recompute)
 
@@ -272,28 +313,28 @@ class MegatronBackend:
         flat_N = torch.zeros(sum(s.response_length for s in samples), dtype=torch.float64, device=self.device)
         own = flat_N.split([s.response_length for s in samples])
         micros = self._micros(samples, range(len(samples)))
-        scored = self._logprobs_by_row(model, [row_of(micro, None, self.device) for micro in micros])
+        scored = self._logprobs_by_row(model, [row_of(micro, None, self.device) for micro in micros], self._temperature)
         if self.mesh.speaks:
             for micro, (_, scores_N) in zip(micros, scored, strict=True):
                 for index, part in micro.by_sample(scores_N):
                     own[index].copy_(part)
         return summed(flat_N, self.mesh.everyone).cpu()
 
-    def _logprobs_by_row(self, model: Model, rows: list[Row]) -> list[tuple[Row, Tensor]]:
+    def _logprobs_by_row(self, model: Model, rows: list[Row], temperature: float) -> list[tuple[Row, Tensor]]:
         """Each row with its log-probs; nothing on stages before the last. Collective."""
-        found = model.score(rows, self._temperature)
+        found = model.score(rows, temperature)
         return list(zip(rows, found, strict=True)) if self.mesh.scores else []
 
-    def _micros(self, samples: Sequence[Sample], places: Sequence[int]) -> list[MicroBatch]:
-        layout = self.mesh.layout
-        micros = share(samples, places, rank=self.mesh.place.data, world=layout.data, max_tokens=self._trainer.max_tokens_per_microbatch)
+    def _micros(self, samples: Sequence[Sample], places: Sequence[int], together: int = 1) -> list[MicroBatch]:
+        layout, capacity = self.mesh.layout, self._trainer.max_tokens_per_microbatch
+        micros = share(samples, places, rank=self.mesh.place.data, world=layout.data, max_tokens=capacity, together=together)
         # Interleaved stages take rows in groups of as many as there are stages.
         missing = -len(micros) % layout.pipeline if layout.chunks > 1 else 0
         return micros + [MicroBatch(packed=pack([DUMMY]), indices=())] * missing
 
-    def _share(self, samples: Sequence[Sample], places: Sequence[int], advantages: Sequence[Tensor] | None) -> list[Row]:
+    def _share(self, samples: Sequence[Sample], places: Sequence[int], advantages: Sequence[Tensor] | None, together: int = 1) -> list[Row]:
         """This data-parallel rank's rows; the ranks that share a model have the same."""
-        return [row_of(micro, advantages, self.device) for micro in self._micros(samples, places)]
+        return [row_of(micro, advantages, self.device) for micro in self._micros(samples, places, together)]
 
     def _update(
         self, rows: list[Row], total: int, temperature: float, loss: RowLoss, meters: Meters, *, entropy: bool = False, entropy_gradient: bool = False

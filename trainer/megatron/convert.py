@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from miles.core.checkpoint.store import PARTIAL, sync_folder
+from miles.core.checkpoint.store import sync_folder
+from miles.core.checkpoint.whole import whole
 from miles.core.model.load import load_config
 from trainer.megatron.architecture import Architecture, architecture_of
 from trainer.megatron.directory import Source, slices, write_weights
@@ -90,13 +91,13 @@ def _whole(architecture: Architecture) -> Iterator[tuple[Place, Part]]:
 
 def _restored(architecture: Architecture, shards: Shards, conversion: Conversion) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face tensors: each lies in one tensor of Megatron-Core's, which is read once."""
-    whole = shapes(architecture)
+    sizes = shapes(architecture)
     for place, part in _whole(architecture):
         here = shards.read(place, part)
         found: dict[str, Tensor] = {}
         for block in part.blocks:
             if block.name not in found:
-                found[block.name] = torch.empty(whole[block.name], dtype=conversion.dtype or here.dtype)
+                found[block.name] = torch.empty(sizes[block.name], dtype=conversion.dtype or here.dtype)
             found[block.name][slices(block.there)] = here[slices(block.here)].to(found[block.name].dtype)
         del here
         if "input_layernorm" in block.name:
@@ -108,14 +109,11 @@ def _restored(architecture: Architecture, shards: Shards, conversion: Conversion
 
 @contextmanager
 def _target(conversion: Conversion, described: Path) -> Iterator[Path]:
-    """The folder to write weights into. It becomes the target, whole, or goes; all of `described` that is not weights comes with it."""
+    """The folder to write weights into. It becomes the target, whole; all of `described` that is not weights comes with it."""
     target = conversion.target
     if target.exists():
         raise ValueError(f"{str(target)!r} is there already: name another target, or remove it first")
-    partial = target.with_name(target.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
-    partial.mkdir(parents=True)
-    try:
+    with whole(target) as partial:
         yield partial
         for file in described.iterdir():
             if file.is_file() and not file.name.endswith(_WEIGHTS) and file.name not in _OF_SHARDS:
@@ -126,10 +124,6 @@ def _target(conversion: Conversion, described: Path) -> Iterator[Path]:
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
         sync_folder(partial)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
-    partial.rename(target)
     sync_folder(target.parent)
 
 
