@@ -168,7 +168,6 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
     for wanted, what in (
         (isinstance(recipe, RewardModelRecipe), "a reward model"),
         (getattr(recipe, "distillation", None) is not None, "distillation"),
-        (getattr(recipe, "critic", None) is not None, "[critic]"),
         (lora_of(recipe) is not None, "[lora]"),
         (recipe.model.true_on_policy, "model.true_on_policy"),
     ):

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from algorithms.contracts import LossOutput, Rewards, TokenAdvantages
-from algorithms.value import explained_variance, value_loss
 from miles.core.model.config import ModelConfig
 from miles.core.model.reward import packed_values
 from miles.core.model.sharded import reshard
@@ -21,9 +20,10 @@ from trainer.fsdp.optimizer import Optimizer
 from trainer.fsdp.update import take_step
 from trainer.rows.batch import Batch
 from trainer.rows.meters import Meters
-from trainer.rows.row import Row, own_part
+from trainer.rows.row import Row
 from trainer.rows.schedule import Update
 from trainer.rows.share import MicroBatch
+from trainer.rows.values import learn_values, loss_of_values
 from trainer.split_forward.activations import Activations
 
 
@@ -52,33 +52,13 @@ class Critic:
     def step(
         self, batch: Batch, shares: Sequence[Sequence[MicroBatch]], rows: Sequence[Sequence[Row]], rewards: Rewards, found: TokenAdvantages, world: int
     ) -> dict[str, float]:
-        """One optimizer step for each of `batch.updates`; what there is to report. Collective.
+        """See `learn_values`. Collective."""
 
-        Args:
-            shares, rows: of this rank, for each update; the rows get their `values_N` and `returns_N` here.
-            rewards: with the values at the step's start. found: with the returns, NaN where there is nothing to learn.
-        Raises:
-            ValueError: the estimator gives no returns.
-        """
-        values_N, returns_N = rewards.values_N, found.returns_N
-        assert values_N is not None
-        if returns_N is None:
-            raise ValueError("algorithm.advantages gives the critic no returns to learn: leave [critic] out, or return TokenAdvantages with returns_N")
-        values, returns = values_N.split(batch.lengths), returns_N.split(batch.lengths)
-        meters, updates, everything = Meters(self.model.device), list[Update](), 0
-        for places, micros, update in zip(batch.updates, shares, rows, strict=True):
-            for micro, row in zip(micros, update, strict=True):
-                row.values_N, row.returns_N = own_part(micro, values, meters.device), own_part(micro, returns, meters.device)
-            total = sum(int((~returns[i].isnan()).sum()) for i in places)
-            updates.append(take_step(self.model, self.optimizer, update, total, partial(self._loss, total=total), meters, "value/loss"))
-            everything += total
-        learnt_N = ~returns_N.isnan()
-        return meters.reduced(everything, world) | {
-            "value/explained_variance": explained_variance(values_N[learnt_N], returns_N[learnt_N]),
-            "value/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
-            "value/lr": updates[-1].lr,
-            "value/empty_steps": float(sum(not u.applied for u in updates)),
-        }
+        def take(update: Sequence[Row], total: int, meters: Meters) -> Update:
+            return take_step(self.model, self.optimizer, update, total, partial(self._loss, total=total), meters, "value/loss")
+
+        meters = Meters(self.model.device)
+        return learn_values(batch, shares, rows, rewards, found, meters, take, lambda meters, total: meters.reduced(total, world))
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and optimizer state by name, live, as a checkpoint has them."""
@@ -89,10 +69,7 @@ class Critic:
         return packed_values(self.model, row.tokens_T, row.positions_T, row.sequence_T, row.scored_N - 1)
 
     def _loss(self, row: Row, total: int) -> LossOutput:
-        assert row.values_N is not None
-        assert row.returns_N is not None
-        learnt_N = row.mask_N & ~row.returns_N.isnan()
-        return value_loss(self._values(row), row.values_N, row.returns_N, learnt_N, total, self._config.value_clip)
+        return loss_of_values(row, self._values(row), total=total, clip=self._config.value_clip)
 
 
 def build_critic(

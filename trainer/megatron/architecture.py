@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from miles.core.model.reward import is_reward_model
 from trainer.megatron import deepseek
 from trainer.megatron.deepseek import Latent
 from trainer.megatron.layout import Layout
@@ -24,6 +25,7 @@ class Architecture:
         shared_width: feed-forward columns beside the experts that every token passes through, or 0.
         biased_routing: experts are chosen by sigmoid scores plus a bias that is never trained (DeepSeek-V3, arXiv 2412.19437, equation 16),
             out of the `groups_per_token` best of `expert_groups` groups, and weighed by the scores times `routing_scale`.
+        values: a critic: its output head is one row, of zeros unless it has `trained_values`, as a reward model.
     """
 
     family: str
@@ -50,6 +52,8 @@ class Architecture:
     expert_groups: int = 1
     groups_per_token: int = 1
     routing_scale: float = 1.0
+    values: bool = False
+    trained_values: bool = False
 
     @property
     def uniform(self) -> bool:
@@ -89,8 +93,8 @@ class Architecture:
         return [(f"columns of {name}", width, "trainer.tensor_parallel", layout.tensor) for name, width in widths]
 
 
-def architecture_of(config: Any) -> Architecture:
-    """From a transformers configuration.
+def architecture_of(config: Any, *, values: bool = False) -> Architecture:
+    """From a transformers configuration. `values`: of the critic that is made of it.
 
     Raises:
         ValueError: a family that has no names here, or an option that Megatron's layers would not honour; the message names it.
@@ -129,10 +133,12 @@ def architecture_of(config: Any) -> Architecture:
         heads=config.num_attention_heads,
         feed_forward=config.intermediate_size,
         vocabulary=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(config.tie_word_embeddings) and not values,
         norm_epsilon=config.rms_norm_eps,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         qkv_bias=family == "qwen2",
         head_norm=family in ("qwen3", "qwen3_moe"),
+        values=values,
+        trained_values=values and is_reward_model(config),
         **options,
     )

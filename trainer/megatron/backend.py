@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from algorithms.config import AlgorithmConfig
+from algorithms.contracts import Rewards, TokenAdvantages
 from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
 from miles.core.checkpoint import rng
@@ -23,10 +24,9 @@ from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
 from trainer.megatron import cpu
 from trainer.megatron.architecture import architecture_of
-from trainer.megatron.directory import Source, write_directory
+from trainer.megatron.directory import write_directory
 from trainer.megatron.layout import layout_of
 from trainer.megatron.mesh import open_mesh, summed
-from trainer.megatron.names import parts, shapes
 from trainer.objective import Objective, result_of, sft_loss
 from trainer.rows.batch import Batch, count, weights_of
 from trainer.rows.meters import Meters
@@ -34,18 +34,16 @@ from trainer.rows.pairs import loss_of_answers, mismatched, moved_away
 from trainer.rows.row import Row, RowLoss, row_of
 from trainer.rows.schedule import Update
 from trainer.rows.share import DUMMY, MicroBatch, share
+from trainer.rows.values import learn_values, loss_of_values
 from weight_sync.contracts import TensorSpec
 from weight_sync.slices import Slice
 
 cpu.redirect()  # before anything below imports Megatron-Core
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
-
 from trainer.megatron import checkpoint  # noqa: E402
 from trainer.megatron.export import Exporter  # noqa: E402
-from trainer.megatron.model import Chunk, Config, build_chunks, transformer_config  # noqa: E402
-from trainer.megatron.optimizer import Optimizer  # noqa: E402
 from trainer.megatron.policy import Model  # noqa: E402
+from trainer.megatron.trained import Builder, Trained  # noqa: E402
 
 
 class MegatronBackend:
@@ -76,7 +74,6 @@ class MegatronBackend:
     ) -> None:
         for option, value in (
             ("[distill]", distill),
-            ("[critic]", critic),
             ("[lora]", lora),
             ("a reward model", pairs if isinstance(pairs, RewardModelConfig) else None),
             ("model.true_on_policy", model.true_on_policy or None),
@@ -96,24 +93,29 @@ class MegatronBackend:
         self.mesh = open_mesh(layout, rank, trainer.timeout_s)
         rng.seed_all(seed, rank)
         self._dtype = torch.bfloat16 if model.dtype == "bfloat16" else master_dtype
-        self._parts = parts(self.architecture, layout, rank)
-        self._source = Source(model.path, shapes(self.architecture))
-
-        config = self._transformer(master_dtype, recompute=trainer.activations == "recompute")
-        chunks, masters = self._load(config, master_dtype)
-        self._chunks = [self._wrapped(config, chunk, number) for number, chunk in enumerate(chunks)]
-        self._ddp_options(config)
-        self._policy = Model(self._chunks, self.mesh, self.architecture.vocabulary, trainer.chunk(self.architecture.vocabulary))
-        self._optimizer = Optimizer(self._chunks, trainer, total_steps, self.mesh, masters)
+        builder = Builder(
+            path=model.path,
+            hf_config=self._hf_config,
+            architecture=self.architecture,
+            mesh=self.mesh,
+            device=self.device,
+            master=master_dtype,
+            compute=self._dtype,
+            recompute=trainer.activations == "recompute",
+            log_chunk=trainer.chunk(self.architecture.vocabulary),
+        )
+        self._trained = builder.trained(trainer, total_steps)
+        self._policy = self._trained.model
         self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
         self._pairs = pairs if isinstance(pairs, PreferenceConfig) else None
         self._reference: Model | None = None
         if (algorithm is not None and algorithm.kl_coef > 0) or (self._pairs is not None and self._pairs.needs_reference):
-            frozen = self._load(self._transformer(master_dtype, recompute=False), master_dtype)[0]
-            self._reference = Model(
-                [c.requires_grad_(False) for c in frozen], self.mesh, self.architecture.vocabulary, trainer.chunk(self.architecture.vocabulary)
-            )
-        own = [chunk.module.tensors() for chunk in self._chunks]
+            self._reference = builder.frozen()
+        self._critic: Trained | None = None
+        self._critic_config = critic
+        if critic is not None:
+            self._critic = self._build_critic(critic, builder, total_steps)
+        own = [chunk.module.tensors() for chunk in self._trained.chunks]
         self._exporter = Exporter(self.architecture, self.mesh, own, self._dtype)
         self._writer = checkpoint.Writer(rank, world)
         self.version = 0
@@ -124,12 +126,19 @@ class MegatronBackend:
         if objective is None:
             raise ValueError("this trainer was built without an [algorithm] section: it can do step_sft only")
         batch = Batch(groups, self._trainer.optimizer_steps_per_batch)
-        rewards, penalty = batch.rewards, dict[str, float]()
+        rewards, more = batch.rewards, dict[str, float]()
         if objective.reference_in_reward:
-            rewards, penalty = objective.penalised(batch, self._scores(batch.samples, reference=True))
-        advantages = objective.advantages(batch, rewards).advantages_N.split(batch.lengths)
+            assert self._reference is not None, "kl_coef > 0 loads a reference"
+            rewards, more = objective.penalised(batch, self._scores(batch.samples, self._reference))
+        if self._critic is not None:
+            rewards = replace(rewards, values_N=self._scores(batch.samples, self._critic.model))
+        found = objective.advantages(batch, rewards)
+        advantages = found.advantages_N.split(batch.lengths)
         updates = [self._share(batch.samples, places, advantages) for places in batch.updates]
-        for number, rows in enumerate(updates):
+        if self._critic is not None:
+            more |= self._step_critic(self._critic, batch, updates, rewards, found)
+        policy_waits = self._critic_config is not None and self.version < self._critic_config.head_start
+        for number, rows in enumerate(updates if not policy_waits else []):
             if self._reference is not None and objective.reference_in_loss:
                 for row, scores_N in self._logprobs_by_row(self._reference, rows, self._temperature):
                     row.reference_logprobs_N = scores_N
@@ -139,12 +148,15 @@ class MegatronBackend:
         meters = Meters(self.device)
         results = []
         for places, rows in zip(batch.updates, updates, strict=True):
+            if policy_waits:
+                results.append(self._trained.optimizer.skip())
+                continue
             counts = objective.counts([batch.samples[i] for i in places], [advantages[i] for i in places])
             loss, through_entropy = partial(objective.loss, counts=counts, meters=meters), objective.config.entropy_coef != 0
-            results.append(self._update(rows, counts.tokens, self._temperature, loss, meters, entropy=True, entropy_gradient=through_entropy))
+            results.append(self._trained.update(rows, counts.tokens, self._temperature, loss, meters, entropy=True, entropy_gradient=through_entropy))
             # Only before the first update are the weights those that the engines sampled from.
             meters.comparing = False
-        metrics = self._reduced(meters, int(batch.rewards.length_S.sum())) | batch.metrics(self.version) | penalty
+        metrics = self._reduced(meters, int(batch.rewards.length_S.sum())) | batch.metrics(self.version) | more
         result = objective.steered(result_of(results, metrics))
         self.version += 1
         return result
@@ -158,7 +170,7 @@ class MegatronBackend:
             weights = [w.expand(s.response_length) for w, s in zip(weight_S, samples, strict=True)]
         rows = self._share(samples, range(len(samples)), weights)
         meters = Meters(self.device)
-        update = self._update(rows, counts.tokens, 1.0, partial(sft_loss, counts=counts), meters)
+        update = self._trained.update(rows, counts.tokens, 1.0, partial(sft_loss, counts=counts), meters)
         result = result_of([update], self._reduced(meters, counts.tokens) | {"tokens/trained": float(counts.tokens)})
         self.version += 1
         return result
@@ -167,7 +179,7 @@ class MegatronBackend:
         pairs = len(samples) // 2
         loss, rows, scored = self._begin_pairs(samples)
         meters = Meters(self.device)
-        update = self._update(rows, pairs, 1.0, loss, meters)
+        update = self._trained.update(rows, pairs, 1.0, loss, meters)
         tokens = count(samples, self._max_new_tokens).tokens
         more = scored | {"pairs/trained": float(pairs), "tokens/trained": float(tokens)}
         result = result_of([update], self._reduced(meters, pairs) | more)
@@ -192,7 +204,7 @@ class MegatronBackend:
     def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
         if reference and self._reference is None:
             raise ValueError("there is no reference model: it is loaded when algorithm.kl_coef > 0")
-        scores_N = self._scores(samples, reference)
+        scores_N = self._scores(samples, self._reference if reference and self._reference is not None else self._policy)
         return [part.tolist() for part in scores_N.split([s.response_length for s in samples])]
 
     def weight_specs(self) -> Sequence[TensorSpec]:
@@ -219,19 +231,23 @@ class MegatronBackend:
         raise ValueError("[lora] is not there for trainer.backend = 'megatron': use trainer.backend = 'fsdp'")
 
     def save(self, folder: Path, extra: dict[str, object], *, keep: int | None = None, asynchronous: bool = True) -> None:
-        state: dict[str, object] = {"optimizer_step": self._optimizer.steps, "applied_steps": self._optimizer.applied, "version": self.version}
+        state: dict[str, object] = {"version": self.version}
+        for one in self._saved():
+            state |= {f"{one.prefix}optimizer_step": one.optimizer.steps, f"{one.prefix}applied_steps": one.optimizer.applied}
         if self._objective is not None:
             state |= self._objective.state()
         self._writer.wait()
-        self._writer.save(Path(folder), checkpoint.collect(self._chunks, self._optimizer), state, extra, keep=keep, asynchronous=asynchronous)
+        self._writer.save(Path(folder), checkpoint.collect(self._saved()), state, extra, keep=keep, asynchronous=asynchronous)
 
     def wait_saved(self) -> None:
         self._writer.wait()
 
     def load(self, folder: Path) -> dict[str, object]:
         self._writer.wait()
-        state, extra = checkpoint.load(Path(folder), self._chunks, self._optimizer, self.mesh, seed=self._seed)
-        self._optimizer.steps, self._optimizer.applied, self.version = (int(state[key]) for key in ("optimizer_step", "applied_steps", "version"))
+        state, extra = checkpoint.load(Path(folder), self._saved(), self.mesh, seed=self._seed)
+        self.version = int(state["version"])
+        for one in self._saved():
+            one.optimizer.steps, one.optimizer.applied = int(state[f"{one.prefix}optimizer_step"]), int(state[f"{one.prefix}applied_steps"])
         if self._objective is not None:
             self._objective.restore(state)
         return extra
@@ -239,13 +255,15 @@ class MegatronBackend:
     def sleep(self) -> None:
         """On CPU everything stays; on a GPU parameters, gradients and optimizer state give their memory back."""
         if self.device.type != "cpu":
-            self._optimizer.sleep()
+            for one in self._saved():
+                one.optimizer.sleep()
             self._move_reference(torch.device("cpu"))
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         if self.device.type != "cpu":
-            self._optimizer.wake()
+            for one in self._saved():
+                one.optimizer.wake()
             self._move_reference(self.device)
 
     def close(self) -> None:
@@ -274,42 +292,34 @@ class MegatronBackend:
         log_ratios, answers = summed(total, self.mesh.everyone)
         return log_ratios / answers
 
-    def _transformer(self, master_dtype: torch.dtype, *, recompute: bool) -> Config:
-        return transformer_config(self.architecture, self.mesh, dtype=master_dtype, compute_dtype=self._dtype, recompute=recompute)
+    def _build_critic(self, critic: CriticConfig, builder: Builder, total_steps: int) -> Trained:
+        """It computes in the policy's dtype."""
+        path = critic.path or self._config.path
+        hf_config = load_config(path, trust_remote_code=self._config.trust_remote_code)
+        architecture = architecture_of(hf_config, values=True)
+        architecture.check(self.mesh.layout)
+        return replace(builder, path=path, hf_config=hf_config, architecture=architecture).trained(critic, total_steps)
 
-    def _load(self, config: Config, master_dtype: torch.dtype) -> tuple[list[Chunk], list[dict[str, Tensor]]]:
-        """Chunks in the dtype of compute; where that is narrower than the masters', also these."""
-        chunks = build_chunks(config, self.architecture, self._hf_config, self.mesh, self.device)
-        masters = []
-        for chunk, wanted in zip(chunks, self._parts, strict=True):
-            values = {name: self._source.read(part, master_dtype) for name, part in wanted.items()}
-            with torch.no_grad():
-                for name, parameter in chunk.named_parameters():
-                    parameter.copy_(values[name])
-            if self._dtype != master_dtype:
-                chunk.to(self._dtype)
-                masters.append(values)
-            for name, tensor in chunk.tensors().items():
-                if wanted[name].buffer:
-                    tensor.data = values[name].to(tensor.device, torch.float32)
-        return chunks, masters
+    def _step_critic(self, critic: Trained, batch: Batch, updates: Sequence[list[Row]], rewards: Rewards, found: TokenAdvantages) -> dict[str, float]:
+        config = self._critic_config
+        assert config is not None
+
+        def take(rows: Sequence[Row], total: int, meters: Meters) -> Update:
+            return critic.update(rows, total, 1.0, partial(loss_of_values, total=total, clip=config.value_clip), meters, name="value/loss")
+
+        shares = [self._micros(batch.samples, places) for places in batch.updates]
+        return learn_values(batch, shares, updates, rewards, found, Meters(self.device), take, self._reduced)
+
+    def _saved(self) -> list[checkpoint.Saved]:
+        models = [checkpoint.Saved("", self._trained.chunks, self._trained.optimizer)]
+        return models if self._critic is None else [*models, checkpoint.Saved("critic.", self._critic.chunks, self._critic.optimizer)]
 
     def _move_reference(self, device: torch.device) -> None:
         for chunk in [] if self._reference is None else self._reference.chunks:
             chunk.to(device)
 
-    def _wrapped(self, config: Config, chunk: Chunk, number: int) -> DistributedDataParallel:
-        options = DistributedDataParallelConfig(grad_reduce_in_fp32=self._dtype == torch.bfloat16, use_distributed_optimizer=True)
-        return DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
-
-    def _ddp_options(self, config: Config) -> None:
-        # Losses are shares of a global mean: what Megatron-Core counted must not divide them again.
-        config.finalize_model_grads_func = lambda chunks, _, **options: finalize_model_grads(chunks, None, **options)
-
-    def _scores(self, samples: Sequence[Sample], reference: bool = False) -> Tensor:
-        """Log-probs of each response token of all `samples` end to end, float64 [N] on the CPU, equal on every rank. Collective."""
-        model = self._reference if reference else self._policy
-        assert model is not None
+    def _scores(self, samples: Sequence[Sample], model: Model) -> Tensor:
+        """What `model` says of each response token of all `samples` end to end, float64 [N] on the CPU, equal on every rank. Collective."""
         flat_N = torch.zeros(sum(s.response_length for s in samples), dtype=torch.float64, device=self.device)
         own = flat_N.split([s.response_length for s in samples])
         micros = self._micros(samples, range(len(samples)))
@@ -335,17 +345,6 @@ class MegatronBackend:
     def _share(self, samples: Sequence[Sample], places: Sequence[int], advantages: Sequence[Tensor] | None, together: int = 1) -> list[Row]:
         """This data-parallel rank's rows; the ranks that share a model have the same."""
         return [row_of(micro, advantages, self.device) for micro in self._micros(samples, places, together)]
-
-    def _update(
-        self, rows: list[Row], total: int, temperature: float, loss: RowLoss, meters: Meters, *, entropy: bool = False, entropy_gradient: bool = False
-    ) -> Update:
-        """One optimizer step: losses of the rows are shares of a mean over `total` tokens, so their gradients simply add up."""
-        if total == 0:
-            return self._optimizer.skip()
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._policy.train(rows, temperature, loss, meters, total, entropy=entropy, entropy_gradient=entropy_gradient)
-        return self._optimizer.step()
 
     def _reduced(self, meters: Meters, total: int) -> dict[str, float]:
         """Only the last stage has anything to report: it tells the others of its pipeline."""

@@ -8,7 +8,8 @@ have, so the moments are put together here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,19 @@ class _Strategy(SaveShardedStrategy):
         return True
 
 
-def collect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Saved:
+    """A model and its optimizer. `prefix`: of all its names in a checkpoint; the policy's is empty."""
+
+    prefix: str
+    chunks: Sequence[DistributedDataParallel]
+    optimizer: Optimizer
+
+
+def collect(models: Sequence[Saved]) -> dict[str, Any]:
     """Copies of everything that is trained, whole on data-parallel rank 0 and described for dist_checkpointing. Collective."""
     collected: dict[str, Any] = {}
-    for name, place, parameter, part in _described(chunks, optimizer):
+    for name, place, parameter, part in chain.from_iterable(map(_described, models)):
         group = part.data_parallel_group
         for kind in KINDS:
             full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
@@ -78,13 +88,13 @@ def collect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer) -> 
                 dist.reduce(full, dist.get_process_group_ranks(group)[0], group=group)
             if group.rank() == 0:
                 collected[f"{kind}.{name}"] = _named(place, kind, full.view(parameter.shape).cpu())
-    for name, place, buffer in _untrained(chunks):
+    for name, place, buffer in chain.from_iterable(map(_untrained, models)):
         collected[f"master.{name}"] = _named(place, "master", buffer.cpu().clone())
     return collected
 
 
-def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, mesh: Mesh, *, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fill parameters and optimizer from `folder`, written at any layout, and restore random states; `(state, extra)`. Collective.
+def load(folder: Path, models: Sequence[Saved], mesh: Mesh, *, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fill parameters and optimizers from `folder`, written at any layout, and restore random states; `(state, extra)`. Collective.
 
     Raises:
         CheckpointError: `folder` is not complete, not of this backend, or not of this model.
@@ -94,10 +104,10 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Opt
         raise CheckpointError(f"checkpoint {folder} does not fit: it was not written by trainer.backend = 'megatron'")
     stored = dist_checkpointing.load_tensors_metadata(str(folder))
     wanted: dict[str, Any] = {}
-    for name, place, parameter, _ in _described(chunks, optimizer):
+    for name, place, parameter, _ in chain.from_iterable(map(_described, models)):
         for kind in KINDS:
             wanted[f"{kind}.{name}"] = _named(place, kind, torch.empty(parameter.shape, dtype=torch.float32))
-    for name, place, buffer in _untrained(chunks):
+    for name, place, buffer in chain.from_iterable(map(_untrained, models)):
         wanted[f"master.{name}"] = _named(place, "master", torch.empty_like(buffer, device="cpu"))
     own = rng_name(mesh.rank)
     if manifest["world"] == mesh.layout.ranks:
@@ -108,34 +118,34 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Opt
     except dist_checkpointing.mapping.CheckpointingException as error:
         raise CheckpointError(f"checkpoint {folder} does not fit: {error}") from error
     with torch.no_grad():
-        for name, _, parameter, part in _described(chunks, optimizer):
+        for name, _, parameter, part in chain.from_iterable(map(_described, models)):
             parameter.copy_(found[f"master.{name}"])
             if parameter in _held(part):
                 start, stop = _span(part, parameter)
                 for kind, tensor in _states(part, parameter).items():
                     tensor.copy_(found[f"{kind}.{name}"].view(-1)[start:stop])
-        for name, _, buffer in _untrained(chunks):
+        for name, _, buffer in chain.from_iterable(map(_untrained, models)):
             buffer.copy_(found[f"master.{name}"])
     reader.resume_rng(folder, manifest, found.get(own), rank=mesh.rank, world=mesh.layout.ranks, seed=seed)
     return manifest["state"], manifest["extra"]
 
 
-def _described(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer) -> Iterator[tuple[str, ShardedBase, Tensor, Any]]:
+def _described(model: Saved) -> Iterator[tuple[str, ShardedBase, Tensor, Any]]:
     """A name of this rank, Megatron-Core's description of its place in the whole, the parameter, and the part of the optimizer that has it."""
-    parts = {parameter: part for part in optimizer.parts() for buffer in part.buffers for parameter in buffer.param_index_map}
-    for number, chunk in enumerate(chunks):
-        places = {id(base.data): base for base in _bases(chunk.module.sharded_state_dict())}
+    parts = {parameter: part for part in model.optimizer.parts() for buffer in part.buffers for parameter in buffer.param_index_map}
+    for number, chunk in enumerate(model.chunks):
+        places = {id(base.data): base for base in _bases(chunk.module.sharded_state_dict(model.prefix))}
         for name, parameter in chunk.module.named_parameters():
-            yield f"{number}.{name}", places[id(parameter)], parameter, parts[parameter]
+            yield f"{model.prefix}{number}.{name}", places[id(parameter)], parameter, parts[parameter]
 
 
-def _untrained(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, ShardedBase, Tensor]]:
+def _untrained(model: Saved) -> Iterator[tuple[str, ShardedBase, Tensor]]:
     """As `_described`, of buffers that are part of the model: one rank's is written."""
-    for number, chunk in enumerate(chunks):
-        places = {id(base.data): base for base in _bases(chunk.module.sharded_state_dict())}
+    for number, chunk in enumerate(model.chunks):
+        places = {id(base.data): base for base in _bases(chunk.module.sharded_state_dict(model.prefix))}
         for name, tensor in chunk.module.tensors().items():
             if not isinstance(tensor, torch.nn.Parameter):
-                yield f"{number}.{name}", places[id(tensor)], tensor
+                yield f"{model.prefix}{number}.{name}", places[id(tensor)], tensor
 
 
 def _bases(tree: Any) -> Iterator[ShardedBase]:

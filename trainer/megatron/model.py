@@ -133,6 +133,8 @@ def build_chunks(config: Config | LatentConfig, architecture: Architecture, hf_c
                 position_embedding_type="rope",
                 vp_stage=number if layout.chunks > 1 else None,
             )
+        if chunk.post_process and architecture.values:
+            chunk.output_layer = nn.Linear(architecture.hidden, 1, bias=False, dtype=config.params_dtype)  # every tensor rank has all of it
         for module in chunk.modules():
             if isinstance(module, RotaryEmbedding):  # one of the chunk, or of each layer's latent attention
                 module.inv_freq = frequencies

@@ -109,7 +109,10 @@ def _chunk(architecture: Architecture, layout: Layout, rank: int, chunk: int) ->
             yield f"decoder.layers.{local}.{name}", part
     if last:
         yield "decoder.final_layernorm.weight", _whole("model.norm.weight", (architecture.hidden,))
-        if not architecture.tied:
+        if architecture.values:
+            head = (1, architecture.hidden)
+            yield "output_layer.weight", _whole("score.weight", head) if architecture.trained_values else Part(head, ())
+        elif not architecture.tied:
             yield "output_layer.weight", _vocabulary("lm_head.weight", architecture, layout, place.tensor)
         elif not first:
             yield "output_layer.weight", _vocabulary("model.embed_tokens.weight", architecture, layout, place.tensor, copy=True)

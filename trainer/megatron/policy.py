@@ -33,14 +33,26 @@ class Model:
         config: Any = self.chunks[0].config
         self._divided: bool = config.sequence_parallel
 
-    def train(self, rows: Sequence[Row], temperature: float, loss: RowLoss, meters: Meters, total: int, *, entropy: bool, entropy_gradient: bool) -> None:
-        """Forward and backward of every row; gradients add up, and are summed over data-parallel ranks at the end. Collective."""
+    def train(
+        self,
+        rows: Sequence[Row],
+        temperature: float,
+        loss: RowLoss,
+        meters: Meters,
+        total: int,
+        *,
+        entropy: bool = False,
+        entropy_gradient: bool = False,
+        name: str = "loss/total",
+    ) -> None:
+        """Forward and backward of every row; gradients add up, and are summed over data-parallel ranks at the end. `meters` gets the loss
+        under `name`. Collective."""
 
         def trained(row: Row, hidden_T1D: Tensor) -> tuple[Tensor, Tensor, None]:
             out = loss(row, *self._scores(row, hidden_T1D, temperature, entropy, entropy_gradient))
-            meters.add("loss/total", out.loss.detach() * total)
-            for name, value in out.sums.items():
-                meters.add(name, value)
+            meters.add(name, out.loss.detach() * total)
+            for key, value in out.sums.items():
+                meters.add(key, value)
             # Megatron-Core counts tokens to divide by; ours are shares of a global mean already.
             return out.loss, torch.zeros((), dtype=torch.int, device=out.loss.device), None
 
@@ -82,14 +94,10 @@ class Model:
         return tuple(torch.cat((a, b)) for a, b in ((row.tokens_T, zeros), (row.positions_T, zeros), (row.sequence_T, zeros + row.num_sequences)))  # type: ignore[return-value]
 
     def _scores(self, row: Row, hidden_T1D: Tensor, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        last: Any = self.chunks[-1]
-        chunk: Chunk = getattr(last, "module", last)
-        if self._divided:
-            # The scores' own backward sums over tensor ranks.
-            hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
+        hidden_ND, head = self._read(row, hidden_T1D)
         return score_parallel(
-            hidden_T1D[:, 0].index_select(0, row.scored_N - 1),
-            chunk.head(),
+            hidden_ND,
+            head,
             row.tokens_T[row.scored_N],
             mesh=self._mesh,
             vocabulary=self._vocabulary,
@@ -98,3 +106,21 @@ class Model:
             entropy=entropy,
             entropy_gradient=entropy_gradient,
         )
+
+    def _read(self, row: Row, hidden_T1D: Tensor) -> tuple[Tensor, Tensor]:
+        """The states in which response tokens were chosen [N, D], and this rank's part of the head."""
+        last: Any = self.chunks[-1]
+        chunk: Chunk = getattr(last, "module", last)
+        if self._divided:
+            # What reads them sums in its own backward over tensor ranks, or is the same on each.
+            hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
+        return hidden_T1D[:, 0].index_select(0, row.scored_N - 1), chunk.head()
+
+
+class Values(Model):
+    """A critic: in a log-prob's place stands the value of the state in which the token was chosen, at any temperature."""
+
+    def _scores(self, row: Row, hidden_T1D: Tensor, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        hidden_ND, head_1D = self._read(row, hidden_T1D)
+        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        return torch.mv(hidden_ND.to(dtype), head_1D[0].to(dtype)), None

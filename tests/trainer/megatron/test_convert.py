@@ -218,7 +218,7 @@ def loads_and_saves(rank: int, world: int, model: Path, layout: dict[str, int], 
     backend = make_backend(model, rank=rank, world=world, trainer={"backend": "megatron", "ranks": world} | layout, dtype=torch.float32)
     backend.save(folder / "step_00000001", {}, asynchronous=False)
     backend.export(folder / "export")
-    chunk = backend._chunks[0].module
+    chunk = backend._trained.chunks[0].module
     before = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
     with torch.no_grad():
         for parameter in chunk.parameters():
