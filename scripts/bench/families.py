@@ -103,6 +103,7 @@ FAMILIES = [
     grpo("reinforce_pp", "advantages=reinforce_pp"),
     grpo("reinforce_pp_baseline", "advantages=reinforce_pp_baseline"),
     grpo("gdpo", "advantages=gdpo"),
+    Family("gdpo, two rewards", RL, "quickstart_gdpo", ("trainer.optimizer_steps_per_batch=4", "trainer.lr=3e-4")),
     Family("ppo", RL, "ppo"),
     # policy losses
     grpo("dual clip", "clip_dual=3.0"),
