@@ -28,6 +28,7 @@ usage: miles COMMAND ...
   miles distill RECIPE.toml [key=value ...] [--resume]   on-policy distillation from a teacher
   miles evaluate RECIPE.toml [key=value ...]             pass@k of a model on prompts with rewards
   miles config RECIPE.toml [key=value ...]               every value, where it comes from, and the batch arithmetic; starts nothing
+  miles weights RECIPE.toml [key=value ...]              every tensor, the trainer ranks that hold it, and its place in the engines; starts nothing
   miles convert --to FORMAT SOURCE TARGET                weights between Hugging Face safetensors and Megatron shards
   miles report RUN                                       one HTML page and a picture of a run folder
   miles doctor                                           is this machine ready? each item is ok, or says what to do
@@ -185,6 +186,17 @@ def _config(arguments: list[str]) -> int:
     return OK
 
 
+def _weights(arguments: list[str]) -> int:
+    parser = _parser("weights", "Every tensor of an update: the slices that trainer ranks hold, and where they lie in the engines. Nothing is started.")
+    parser.add_argument("recipe", metavar="RECIPE.toml")
+    parser.add_argument("overrides", metavar="key=value", nargs="*")
+    options = _parse(parser, arguments)
+    from miles.run import weights
+
+    weights.show(options.recipe, options.overrides)
+    return OK
+
+
 def _report(arguments: list[str]) -> int:
     parser = _parser("report", "Write RUN/report.html (curves, samples, configuration) and RUN/curves.png.")
     parser.add_argument("run", metavar="RUN", help="a run folder")
@@ -222,7 +234,7 @@ def _doctor(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": _sft, "prefer": _prefer, "reward": _reward, "rl": _rl, "distill": _distill, "evaluate": _evaluate,
-    "config": _config, "convert": _convert, "report": _report, "doctor": _doctor,
+    "config": _config, "weights": _weights, "convert": _convert, "report": _report, "doctor": _doctor,
 }  # fmt: skip
 
 

@@ -7,13 +7,15 @@
 An FSDP2 trainer and its engines are Ray actors, as in a run. Every way moves the same export into every engine, after the weights have
 changed, and in the first round the engines' bytes are checked. Ways:
 
-    miles tensor, miles broadcast     WeightSync.publish: the whole transaction, journal and pause included, digests off
+    miles tensor, broadcast, p2p      WeightSync.publish: the whole transaction, journal and pause included, digests off
+    miles p2p, digests                the same with xxh3 of every piece on both sides: what `weight_sync.verify = "always"` costs
     torch.save through Ray            rank 0 gathers all tensors, torch.save, object store, torch.load, load_state_dict; no transaction
     SGLang update_weights_from_tensor rank 0 gathers, SGLang's own serialiser and endpoint, between its begin and end; no transaction
 
 `copies` counts how often each byte of the export is written in user space or into a socket on its way from gathered tensor to served
-parameter, read off the code. `CPU-s` is user and system time of trainer, engines and driver for one update. Gloo on loopback says nothing
-about NCCL: the broadcast of two machines with GPUs is not measured here.
+parameter, read off the code; for `p2p` from shard to served parameter. `read` is what the transfer engine's own telemetry counts in one
+engine, over what that engine holds. `CPU-s` is user and system time of trainer, engines and driver for one update. Gloo on loopback says
+nothing about NCCL, nor NIXL's TCP about RDMA: machines with GPUs are not measured here.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class Way:
     run: Callable[[], Awaitable[None]]
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    read: int = 0
 
 
 class TorchHost:
@@ -91,6 +94,10 @@ class TorchHost:
         await self.engine.pause("retract")
         self.engine._weights._model.load_state_dict(torch.load(io.BytesIO(saved)), strict=False)
         await self.engine.resume()
+
+    async def bytes_read(self) -> int:
+        """By p2p, since the start."""
+        return int(self.engine._weights._shards.moved.bytes)
 
     async def total(self) -> float:
         return _total(self.engine._weights._model)
@@ -195,9 +202,11 @@ async def measure(ways: list[Way], rounds: int, trainer: TrainerGroup, pids: Seq
     for number in range(rounds + 1):
         for way in ways:
             await trainer.run_on_ranks(move)
+            before = await hosts[way.engine].actors[0].bytes_read.remote()
             cpu, started = tree_cpu(pids), time.perf_counter()
             await way.run()
             seconds, spent = time.perf_counter() - started, tree_cpu(pids) - cpu
+            way.read = await hosts[way.engine].actors[0].bytes_read.remote() - before
             if number == 0:  # warm-up; the only round that is checked
                 await check(way, trainer, hosts[way.engine])
                 continue
@@ -220,16 +229,18 @@ def make_ways(arguments: argparse.Namespace, folder: Path, trainer: TrainerGroup
     syncs: list[WeightSync] = []
     versions = iter(range(1, 10**6))
     copies = {("torch", "tensor"): "1 + 2", ("torch", "broadcast"): "2 + 2", ("sglang", "tensor"): "1 + 1", ("sglang", "broadcast"): "2 + 3"}
+    copies |= {("torch", "p2p"): "2 + 2", ("sglang", "p2p"): "2 + 2"}
     for engine, group in hosts.items():
-        for transport in ("tensor", "broadcast"):
-            config = WeightSyncConfig.model_validate({"transport": transport, "bucket_mb": arguments.bucket_mb, "verify": "never"})
-            sync = WeightSync(config, folder / f"{engine}-{transport}.jsonl", trainer, group)
+        for transport, verify in (("tensor", "never"), ("broadcast", "never"), ("p2p", "never"), ("p2p", "always")):
+            config = WeightSyncConfig.model_validate({"transport": transport, "bucket_mb": arguments.bucket_mb, "verify": verify})
+            sync = WeightSync(config, folder / f"{engine}-{transport}-{verify}.jsonl", trainer, group)
             syncs.append(sync)
 
             async def publish(sync: WeightSync = sync) -> None:
                 await sync.publish(next(versions))
 
-            ways.append(Way(f"miles {transport}", engine, copies[engine, transport], publish))
+            name = f"miles {transport}" + (", digests" if verify == "always" else "")
+            ways.append(Way(name, engine, copies[engine, transport], publish))
     if "torch" in hosts:
 
         async def through_ray() -> None:
@@ -248,14 +259,15 @@ def make_ways(arguments: argparse.Namespace, folder: Path, trainer: TrainerGroup
 
 
 def show(ways: list[Way], size: int) -> None:
-    print(f"\n{'engine':8} {'way':36} {'MiB/engine':>10} {'copies':>8} {'seconds':>9} {'CPU-s':>8} {'of baseline':>12}")
+    print(f"\n{'engine':8} {'way':36} {'MiB/engine':>10} {'read':>7} {'copies':>8} {'seconds':>9} {'CPU-s':>8} {'of baseline':>12}")
     for engine in dict.fromkeys(way.engine for way in ways):
         baseline = statistics.median([way for way in ways if way.engine == engine][-1].seconds)
         for way in ways:
             if way.engine == engine:
                 seconds = statistics.median(way.seconds)
+                read = f"{way.read / size:.3f}x" if way.read else ""
                 print(
-                    f"{engine:8} {way.name:36} {size / 2**20:10.1f} {way.copies:>8} {seconds:9.3f} {statistics.median(way.cpu):8.3f} "
+                    f"{engine:8} {way.name:36} {size / 2**20:10.1f} {read:>7} {way.copies:>8} {seconds:9.3f} {statistics.median(way.cpu):8.3f} "
                     f"{seconds / baseline:11.2f}x"
                 )
     print("\nmedians; copies: by the sender + by each engine; baseline: the last way of each engine")

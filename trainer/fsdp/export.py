@@ -17,9 +17,9 @@ from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config, tokenizer_of
 from miles.core.model.lora import adapter_tensors, adapters_of, base_name, merged, write_adapter
 from miles.core.model.reward import on_disk, reward_shell
-from trainer.fsdp.slices import RankSlices, checkpoint_blocks
+from trainer.fsdp.slices import RankSlices, checkpoint_blocks, planned
 from weight_sync.contracts import TensorSpec
-from weight_sync.slices import Block, full
+from weight_sync.slices import Block, Slice, full
 
 
 class Exporter:
@@ -59,9 +59,21 @@ class Exporter:
             yield name, parts[name] if self._rank == 0 else torch.empty(0, dtype=self._dtype)
 
     @cached_property
+    def _blocks(self) -> dict[str, list[Block]]:
+        return {own: checkpoint_blocks(self._model, own, tuple(tensor.shape)) for own, tensor in self._own.items()}
+
+    @cached_property
     def mine(self) -> RankSlices:
         """This rank's part of it, no adapters merged. Raises ValueError as `checkpoint_blocks`."""
-        return RankSlices(self._own, {own: checkpoint_blocks(self._model, own, tuple(tensor.shape)) for own, tensor in self._own.items()}, self._dtype)
+        return RankSlices(self._own, self._blocks, self._dtype)
+
+    def planned(self, world: int, rank: int) -> list[Slice]:
+        """As `slices.planned`, of a model that is not yet sharded. Raises ValueError as `checkpoint_blocks`."""
+        return planned(self._own, self._blocks, world, rank)
+
+    def places(self) -> dict[str, tuple[str, Block]]:
+        """Where each tensor of the export lies in memory: in which tensor, and where in it."""
+        return {block.name: (own, block) for own, blocks in self._blocks.items() for block in blocks}
 
     def write(self, config: ModelConfig, folder: Path) -> None:
         """A directory that transformers and SGLang load: weights, config and tokenizer. It appears whole. Collective."""
@@ -115,9 +127,21 @@ class AdapterExporter:
             yield name, full.to(self._dtype) if self._rank == 0 else torch.empty(0, dtype=self._dtype)
 
     @cached_property
+    def _blocks(self) -> dict[str, list[Block]]:
+        return {name: [Block(name, full(tensor.shape), full(tensor.shape))] for name, tensor in self._own.items()}
+
+    @cached_property
     def mine(self) -> RankSlices:
         """This rank's part of it."""
-        return RankSlices(self._own, {name: [Block(name, full(tensor.shape), full(tensor.shape))] for name, tensor in self._own.items()}, self._dtype)
+        return RankSlices(self._own, self._blocks, self._dtype)
+
+    def planned(self, world: int, rank: int) -> list[Slice]:
+        """As `Exporter.planned`."""
+        return planned(self._own, self._blocks, world, rank)
+
+    def places(self) -> dict[str, tuple[str, Block]]:
+        """As `Exporter.places`."""
+        return {block.name: (own, block) for own, blocks in self._blocks.items() for block in blocks}
 
     def write(self, config: ModelConfig, folder: Path) -> None:
         """A directory that peft and SGLang load beside `config.path`. It appears whole. Collective."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -33,6 +33,18 @@ def checkpoint_blocks(model: PreTrainedModel, own: str, shape: tuple[int, ...]) 
     """
     place = torch.Tensor._make_subclass(_Place, torch.empty(shape, device="meta"))
     return [_block(own, name, part, place) for name, part in revert_weight_conversion(model, {own: place}).items()]
+
+
+def planned(tensors: Mapping[str, Tensor], blocks: Mapping[str, list[Block]], world: int, rank: int) -> list[Slice]:
+    """What `rank` of `world` will hold of tensors that are not yet cut: parameters by rows, buffers whole."""
+    held = []
+    for own, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        for block in blocks[own]:
+            share = local(block, shape, rows_of(shape[0], world, rank)) if isinstance(tensor, nn.Parameter) else block
+            if share is not None:
+                held.append(share.slice)
+    return held
 
 
 class RankSlices:
