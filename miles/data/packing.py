@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from miles.data.common import first_places
 from miles.data.types import Sample
+
+_WORTH = 1 / 16  # of a row's tokens: what computing common ones once must spare to be worth its indices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +31,7 @@ class Packed:
         sequence_N: int64 [N], whose each response token is.
         loss_mask_N: bool [N]. rollout_logprobs_N: float32 [N], NaN allowed where the mask is False. weight_versions_N: int32 [N].
         length_S: int64 [S], all tokens of each sequence. response_length_S: int64 [S].
+        first_T: int64 [T], `first_places` of the sequences; None where too few of them begin alike to gain by it.
     """
 
     tokens_T: NDArray[np.int64]
@@ -41,6 +45,7 @@ class Packed:
     weight_versions_N: NDArray[np.int32]
     length_S: NDArray[np.int64]
     response_length_S: NDArray[np.int64]
+    first_T: NDArray[np.int64] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -56,6 +61,8 @@ def pack(samples: Sequence[Sample]) -> Packed:
     sequences = np.arange(len(samples), dtype=np.int64)
     target_index_N = np.concatenate([np.arange(end - r - 1, end - 1, dtype=np.int64) for end, r in zip(end_S, response_length_S, strict=True)])
     tokens_T = np.concatenate([s.tokens for s in samples])
+    first_T = first_places([s.tokens for s in samples])
+    repeated = np.count_nonzero(first_T != np.arange(len(first_T)))
     return Packed(
         tokens_T=tokens_T,
         positions_T=np.concatenate([np.arange(n, dtype=np.int64) for n in length_S]),
@@ -68,6 +75,7 @@ def pack(samples: Sequence[Sample]) -> Packed:
         weight_versions_N=np.concatenate([s.weight_versions for s in samples]),
         length_S=length_S,
         response_length_S=response_length_S,
+        first_T=first_T if repeated >= _WORTH * len(first_T) else None,
     )
 
 

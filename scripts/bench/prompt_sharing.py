@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def report(mix: Mix, rounds: int) -> bool:
 
 def step(scorer: Scorer, micros: list[MicroBatch]) -> None:
     for micro in micros:
-        row = scorer.row(micro)
+        row = replace(scorer.row(micro), first_T=None)  # packed rows that share nothing
         scorer.loss(row, _policy_gradient, 1.0, entropy=True, by_token=True).loss.backward()
         scorer.settle(row)
 

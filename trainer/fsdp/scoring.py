@@ -67,6 +67,7 @@ class Scorer:
             chunk=self._chunk,
             entropy=entropy,
             entropy_gradient=entropy_gradient,
+            first_T=row.first_T,
         )
         return LossOutput(loss=total, sums=sums)
 
@@ -75,7 +76,7 @@ class Scorer:
         if row.split is not None:
             return self._walk_to(row.split).replay(row.split.number, temperature, entropy, entropy_gradient)
         where = row.tokens_T, row.positions_T, row.sequence_T, row.scored_N
-        return packed_logprobs(self._model, *where, temperature, self._chunk, entropy, entropy_gradient)
+        return packed_logprobs(self._model, *where, temperature, self._chunk, entropy, entropy_gradient, row.first_T)
 
     def settle(self, row: Row) -> None:
         """To be called after the backward of each row in turn: what rows had in common is differentiated once all of them have been. Collective."""

@@ -38,6 +38,7 @@ class Row:
     num_sequences: int
     sequence_length_S: Tensor
     response_length_S: tuple[int, ...]
+    first_T: Tensor | None = None
     start_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
@@ -79,6 +80,7 @@ def row_of(micro: MicroBatch, advantages: Sequence[Tensor] | None, device: torch
         tokens_T=moved(packed.tokens_T),
         positions_T=moved(packed.positions_T),
         sequence_T=moved(packed.sequence_T),
+        first_T=None if packed.first_T is None else moved(packed.first_T),
         scored_N=moved(packed.target_index_N + 1),
         mask_N=moved(packed.loss_mask_N),
         rollout_logprobs_N=moved(packed.rollout_logprobs_N),

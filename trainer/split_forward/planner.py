@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from miles.core.planning.hardware import HardwareSpec
 from miles.core.planning.plan import Pass, Plan, Prediction, Segment, Step
 from miles.core.planning.workload import Workload
+from miles.data.common import Tokens, common_length, in_order
 from trainer.split_forward.balance import contiguous_parts, costs
 from trainer.split_forward.layout import FILLER, Places, scores_of
 from trainer.split_forward.schedule import Frame, Unit, flatten, frames
-from trainer.split_forward.tree import Node, Tokens, build_tree, common_length, in_order
+from trainer.split_forward.tree import Node, build_tree
 
 if TYPE_CHECKING:
     from trainer.split_forward.saved import SavedBytes

@@ -10,10 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-Tokens = NDArray[np.int64]
+from miles.data.common import Tokens, common_length, in_order
 
 
 @dataclass(eq=False)
@@ -36,18 +33,6 @@ class Node:
         for node in found:
             found.extend(node.children)
         return found
-
-
-def in_order(tokens: Sequence[Tokens]) -> list[int]:
-    """Indices sorted by tokens, so that neighbours share most."""
-    return sorted(range(len(tokens)), key=lambda i: (tokens[i].astype(">i8").tobytes(), i))
-
-
-def common_length(first: Tokens, second: Tokens) -> int:
-    """Tokens that both begin with."""
-    length = min(len(first), len(second))
-    differs = first[:length] != second[:length]
-    return int(differs.argmax()) if differs.any() else length
 
 
 def build_tree(tokens: Sequence[Tokens], samples: Sequence[int], min_saved: int = 1) -> Node:

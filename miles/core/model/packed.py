@@ -35,6 +35,7 @@ def packed_logprobs(
     chunk: int,
     entropy: bool = False,
     entropy_gradient: bool = True,
+    first_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of the tokens at `target_index_N`, each given the tokens before it in its own sequence.
 
@@ -46,6 +47,8 @@ def packed_logprobs(
         tokens_T, positions_T, sequence_T: int64; each sequence is contiguous and its positions begin at 0.
         target_index_N: int64 places of the scored tokens; never the first token of a sequence.
         temperature, chunk, entropy, entropy_gradient: as in `scoring.score`.
+        first_T: int64 places, `miles.data.common.first_places`: what sequences begin with in common then goes through the layers once, attention
+            excepted. None: every token does.
     Returns:
         `(logprobs_N, entropy_N or None)`, float32 (float64 for a float64 model), with gradients to every parameter.
     Raises:
@@ -61,7 +64,7 @@ def packed_logprobs(
         return torch.stack((logprobs_N, logprobs_N if entropy_N is None else entropy_N))
 
     with _head_forward(head, scored):
-        values_2N = _call(model, tokens_T, positions_T, rows_of(model, sequence_T), target_index_N - 1)
+        values_2N = _call(model, *_laid(model, tokens_T, positions_T, sequence_T, target_index_N - 1, first_T))
     if not entropy:
         return values_2N[0], None
     return values_2N[0], values_2N[1] if entropy_gradient else values_2N[1].detach()
@@ -80,6 +83,7 @@ def packed_loss(
     chunk: int,
     entropy: bool = False,
     entropy_gradient: bool = True,
+    first_T: Tensor | None = None,
 ) -> Tensor:
     """The sum over `parts` of a loss on the log-probs of the tokens at `target_index_N`: a scalar, to be differentiated once.
 
@@ -104,17 +108,24 @@ def packed_loss(
             linear=linear,
         )
 
-    return through_head(model, tokens_T, positions_T, sequence_T, target_index_N - 1, forward)
+    return through_head(model, tokens_T, positions_T, sequence_T, target_index_N - 1, forward, first_T)
 
 
 def through_head(
-    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor, place_N: Tensor, forward: Callable[[Tensor, Tensor], Tensor]
+    model: PreTrainedModel,
+    tokens_T: Tensor,
+    positions_T: Tensor,
+    sequence_T: Tensor,
+    place_N: Tensor,
+    forward: Callable[[Tensor, Tensor], Tensor],
+    first_T: Tensor | None = None,
 ) -> Tensor:
     """`forward(hidden_ND, head_weight_VD)`, computed where the output head stands, on the hidden states at `place_N` (int64, may be empty).
 
     The weight is whole inside of `forward` alone. What it returns must not be a view: FSDP2 hooks it. Arguments as in `packed_logprobs`.
     """
-    return through_head_of(model, tokens_T, positions_T, rows_of(model, sequence_T), place_N, forward)
+    tokens_T, positions_T, rows, place_N = _laid(model, tokens_T, positions_T, sequence_T, place_N, first_T)
+    return through_head_of(model, tokens_T, positions_T, rows, place_N, forward)
 
 
 def through_head_of(
@@ -155,15 +166,26 @@ class PackedRows:
 
     Sequences of similar length are gathered into padded blocks. Padding lies behind a sequence's end, where causal
     attention never looks, so no mask is needed and no T x T matrix exists. Not a dataclass: FSDP2 rebuilds those.
+
+    With `first_T` (as in `packed_logprobs`) the row that attends has only the tokens at `kept_U`, and `number_T` says which of these stands for
+    each token; every sequence still attends whole. Both are None without.
     """
 
-    def __init__(self, sequence_T: Tensor):
+    def __init__(self, sequence_T: Tensor, first_T: Tensor | None = None):
         lengths = torch.unique_consecutive(sequence_T, return_counts=True)[1].tolist()
         self.lengths: list[int] = lengths
         self.blocks, gather, scatter = padded_blocks(lengths)
         device = sequence_T.device
         self.gather_M = None if gather is None else gather.to(device)
         self.scatter_T = None if scatter is None else scatter.to(device)
+        self.kept_U: Tensor | None = None
+        self.number_T: Tensor | None = None
+        if first_T is not None:
+            itself_T = first_T == torch.arange(len(first_T), device=device)
+            self.kept_U, self.number_T = itself_T.nonzero().squeeze(1), (itself_T.cumsum(0) - 1)[first_T]
+            # From padded places to tokens of the short row, whose keys and values may be wanted several times, and back.
+            self.gather_M = self.number_T if self.gather_M is None else self.number_T[self.gather_M]
+            self.scatter_T = self.kept_U if self.scatter_T is None else self.scatter_T[self.kept_U]
 
     def attend(self, layer: int, query_THE: Tensor, key_TGE: Tensor, value_TGE: Tensor, scaling: float, dropout: float, window: int | None) -> Tensor:
         """Attention output [T, H, E] of layer number `layer`; H is a multiple of G."""
@@ -221,9 +243,19 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(ATTENTION)
 
 
-def rows_of(model: PreTrainedModel, sequence_T: Tensor) -> PackedRows:
+def rows_of(model: PreTrainedModel, sequence_T: Tensor, first_T: Tensor | None = None) -> PackedRows:
     """The attention context of whole sequences in one row, batch-invariant where the model is."""
-    return getattr(model, "batch_invariant_rows", PackedRows)(sequence_T)
+    return getattr(model, "batch_invariant_rows", PackedRows)(sequence_T, first_T)
+
+
+def _laid(
+    model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor, place_N: Tensor, first_T: Tensor | None
+) -> tuple[Tensor, Tensor, PackedRows, Tensor]:
+    """Tokens and positions of the row that the model is given, its attention context, and where in it the hidden states of `place_N` are."""
+    rows = rows_of(model, sequence_T, first_T)
+    if rows.kept_U is None or rows.number_T is None:
+        return tokens_T, positions_T, rows, place_N
+    return tokens_T[rows.kept_U], positions_T[rows.kept_U], rows, rows.number_T[place_N]
 
 
 def _call(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, rows: Any, keep: Tensor | int) -> Tensor:

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from miles.core.model.batch_invariant import InvariantRows, InvariantSiLU, is_batch_invariant, linear, make_batch_invariant
 from miles.core.model.packed import packed_logprobs
+from miles.data.common import first_places
 from tests.core.model.architectures import every_target, pack, random_model, random_rows
 
 COUNTS = (1, 2, 3, 7, 8, 31, 32, 33, 64, 100, 257)
@@ -111,6 +112,20 @@ def test_a_model_scores_a_row_alike_alone_and_packed(kind: str) -> None:
     together = score(rows)
     assert float((torch.cat([score([row]) for row in rows]) - together).abs().max()) == 0.0
     assert float((torch.cat([score(rows[:3]), score(rows[3:])]) - together).abs().max()) == 0.0
+
+
+def test_a_model_scores_a_row_alike_when_others_begin_as_it_does() -> None:
+    model = random_model()
+    make_batch_invariant(model)
+    prompt, *answers = random_rows([40, 5, 33, 9])
+    rows = [torch.cat((prompt, answer)) for answer in answers]
+
+    def score(some: list[Tensor]) -> Tensor:
+        tokens_T, positions_T, sequence_T = pack(some)
+        first_T = torch.from_numpy(first_places([row.numpy() for row in some]))
+        return packed_logprobs(model, tokens_T, positions_T, sequence_T, every_target(positions_T), 0.7, 50, first_T=first_T)[0].detach()
+
+    assert float((torch.cat([score([row]) for row in rows]) - score(rows)).abs().max()) == 0.0
 
 
 def test_a_plain_model_scores_a_row_otherwise_alone_and_packed() -> None:

@@ -14,20 +14,9 @@ from transformers import PreTrainedModel
 from miles.core.model.batch_invariant import make_batch_invariant
 from miles.core.model.fused_layer import fuse_layers
 from miles.core.model.packed import packed_logprobs
-from tests.core.model.architectures import alone, every_target, pack, random_model, random_rows
+from tests.core.model.architectures import alone, every_target, make_norms_exact, pack, random_model, random_rows
 
 ROWS = random_rows([5, 17, 9, 16, 1, 40, 20, 2])
-
-
-def make_norms_exact(within: nn.Module) -> None:
-    """transformers' norms round to float32, a floor of 1e-7 under what is compared here."""
-    for module in within.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(_norm, module)
-
-
-def _norm(module: nn.Module, x: Tensor) -> Tensor:
-    return torch.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
 
 
 def loss(logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from miles.core.model.packed import forward_hidden, output_head, packed_logprobs
-from tests.core.model.architectures import alone, every_target, pack, random_model, random_rows
+from miles.data.common import first_places
+from tests.core.model.architectures import alone, every_target, make_norms_exact, pack, random_model, random_rows
 
 LENGTHS = [5, 17, 9, 16, 1, 40, 20, 2]
 
@@ -51,6 +52,40 @@ def test_gradients_are_those_of_each_row_alone(tied: bool, checkpointed: bool) -
     (logprobs_N @ weights_N + entropy_N @ weights_N.sin()).backward()
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert max(relative(parameter.grad, expected[name]) for name, parameter in model.named_parameters()) < 1e-12
+
+
+def test_what_rows_begin_with_in_common_is_computed_once_with_the_same_gradients() -> None:
+    """Answers to one prompt, of which one comes twice and one goes on where another ends, among rows of their own."""
+    model = random_model(dtype=torch.float64)
+    make_norms_exact(model)
+    prompt, a, b, c, other = random_rows([12, 9, 6, 4, 15])
+    long = torch.cat((prompt, a))
+    rows = [long, torch.cat((prompt, b)), other, torch.cat((long, c)), long, torch.cat((prompt, c)), other[:1]]
+    reference = copy.deepcopy(model)
+    expected = alone(reference, rows, 0.7)
+    weights_N = torch.randn(len(expected[0]), dtype=torch.float64)
+    (expected[0] @ weights_N + expected[1] @ weights_N.sin()).backward()
+    computed = []
+    model.model.embed_tokens.register_forward_hook(lambda module, args, hidden: computed.append(hidden.shape[1]))
+    tokens_T, positions_T, sequence_T = pack(rows)
+    first_T = torch.from_numpy(first_places([row.numpy() for row in rows]))
+    found = packed_logprobs(model, tokens_T, positions_T, sequence_T, every_target(positions_T), 0.7, 13, entropy=True, first_T=first_T)
+    (found[0] @ weights_N + found[1] @ weights_N.sin()).backward()
+    assert computed == [12 + 9 + 6 + 15 + 4 + 4]
+    assert max(gap(f, e) for f, e in zip(found, expected, strict=True)) < 1e-12
+    grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert max(relative(parameter.grad, grads[name]) for name, parameter in model.named_parameters()) < 1e-12
+
+
+def test_rows_of_one_length_may_begin_alike_too() -> None:
+    model = random_model(dtype=torch.float64)
+    rows = random_rows([10, 10, 10])
+    rows[2] = torch.cat((rows[0][:7], rows[2][7:]))
+    expected, _ = alone(model, rows)
+    tokens_T, positions_T, sequence_T = pack(rows)
+    first_T = torch.from_numpy(first_places([row.numpy() for row in rows]))
+    found, _ = packed_logprobs(model, tokens_T, positions_T, sequence_T, every_target(positions_T), 1.0, 64, first_T=first_T)
+    assert gap(found, expected) < 1e-12
 
 
 def test_another_order_of_the_rows_changes_nothing() -> None:

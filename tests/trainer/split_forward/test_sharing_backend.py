@@ -62,6 +62,16 @@ def test_gradients_are_those_of_a_plain_forward_sample_by_sample(model: Path, ma
     assert metrics["sharing/computed"] < 0.75
 
 
+@pytest.mark.parametrize("max_tokens", [24, 8192])
+def test_rows_compute_once_what_their_own_sequences_begin_with(model: Path, max_tokens: int) -> None:
+    backend = make_backend(model, trainer={"max_tokens_per_microbatch": max_tokens})
+    tokens = []
+    backend.model.model.embed_tokens.register_forward_hook(lambda module, args, hidden: tokens.append(hidden.shape[1]))
+    backend.step_rl(sharing_groups())
+    assert relative_difference(gradients(backend), plain_gradients(model, sharing_groups())) < EXACT
+    assert sum(tokens) < sum(len(s.tokens) for g in sharing_groups() for s in g.samples)
+
+
 @pytest.mark.parametrize("loss", loss_names())
 def test_every_policy_loss_with_a_reference_an_entropy_bonus_and_two_updates(model: Path, loss: str) -> None:
     """Scores at the step's start, by policy and reference, go the same way."""

@@ -42,11 +42,21 @@ def shared(rank: int, world: int, path: Path, groups: list[Group], options: dict
     return gradients(backend), counted, [predicted.collectives, predicted.collective_bytes]
 
 
+def within_rows(rank: int, world: int, path: Path, groups: list[Group]) -> dict[str, Any]:
+    backend = make_backend(path, rank=rank, world=world)
+    backend.step_rl(groups)
+    return gradients(backend)
+
+
 def test_two_ranks_give_the_gradients_of_whole_rows_by_the_predicted_collectives(model: Path, expected: dict[str, Any], two_ranks: Pool) -> None:
     found, counted, predicted = two_ranks.run(shared, model, sharing_groups(), {"max_tokens_per_microbatch": 24})[1]
     assert relative_difference(found, expected) < EXACT
     assert counted == predicted
     assert predicted[0]["all_gather"] > predicted[0]["reduce_scatter"] == 3
+
+
+def test_two_ranks_whose_rows_compute_common_tokens_once(model: Path, expected: dict[str, Any], two_ranks: Pool) -> None:
+    assert relative_difference(two_ranks.run(within_rows, model, sharing_groups())[0], expected) < EXACT
 
 
 def test_checkpointed_activations_on_two_ranks(model: Path, expected: dict[str, Any], two_ranks: Pool) -> None:
