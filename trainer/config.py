@@ -69,7 +69,9 @@ class TrainerConfig(OptimizerConfig):
     activation_risk: float = Field(
         0.01, ge=0, description="hilore: error of an optimizer step's gradient that 8-bit activations may cause, relative to its norm; 0: exact, none is used"
     )
-    prompt_sharing: bool = Field(False, description="tokens that several sequences begin with are computed once: the same gradients, less work and memory")
+    prompt_sharing: bool = Field(
+        False, description="what sequences begin with in common is computed once, attention and memory included; false: once in each row, attention excepted"
+    )
     logprob_chunk: int | None = Field(None, ge=1, description="tokens whose logits exist at once; null: as many as have 2^26 logits, 256 MiB in float32")
 
     @model_validator(mode="after")
