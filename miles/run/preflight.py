@@ -165,17 +165,25 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
         return
     if importlib.util.find_spec("megatron") is None:
         raise ConfigError("trainer.backend = 'megatron', but Megatron-Core is not installed: run `bash scripts/install --test`, or use trainer.backend=fsdp")
+    taught = getattr(recipe, "distillation", None)
     for wanted, what in (
         (isinstance(recipe, RewardModelRecipe), "a reward model"),
-        (getattr(recipe, "distillation", None) is not None, "distillation"),
+        (taught is not None and taught.divergence != "sampled", "a distill.divergence other than 'sampled'"),
         (lora_of(recipe) is not None, "[lora]"),
         (recipe.model.true_on_policy, "model.true_on_policy"),
     ):
         if wanted:
             raise ConfigError(f"trainer.backend = 'megatron' does not go with {what}: use trainer.backend = 'fsdp'")
-    if not any(Path(recipe.model.path).glob("*.safetensors")):
-        raise ConfigError(f"model.path = {recipe.model.path!r} has no safetensors file, which trainer.backend = 'megatron' reads")
-    megatron_plan(recipe.model, recipe.trainer)
+    critic = getattr(recipe, "critic", None)
+    models = {"model.path": recipe.model.path}
+    if taught is not None and taught.place == "trainer":
+        models["distill.teacher"] = taught.teacher
+    if critic is not None and critic.path:
+        models["critic.path"] = critic.path
+    for option, path in models.items():
+        if not any(Path(path).glob("*.safetensors")):
+            raise ConfigError(f"{option} = {path!r} has no safetensors file, which trainer.backend = 'megatron' reads")
+        megatron_plan(recipe.model.model_copy(update={"path": path}), recipe.trainer)
 
 
 def _check_lora(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> int | None:

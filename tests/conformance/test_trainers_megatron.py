@@ -359,6 +359,34 @@ def trained_with_critic(rank: int, world: int, path: Path, trainer: dict[str, An
     return found, metrics, again
 
 
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", pytest.param("data", marks=pytest.mark.full)])
+def test_steps_beside_a_teacher_are_those_of_fsdp(model: Path, llama: Path, two: Pool, layout: str) -> None:
+    """A teacher of another family and width, beside rewards; and how far it is at the end."""
+    alone, expected, far = trained_beside(0, 1, model, llama, SMOOTH)
+    found, metrics, distance = two.run(trained_beside, model, llama, {"backend": "megatron", "ranks": 2} | SMOOTH | TWO[layout])[0]
+    for name, tensor in alone.items():
+        np.testing.assert_allclose(found[name], tensor, atol=2e-5, err_msg=name)
+    for one, other in zip(metrics, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+    assert distance == pytest.approx(far, rel=1e-4)
+
+
+def trained_beside(rank: int, world: int, path: Path, teacher: Path, trainer: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, float]], float]:
+    options: dict[str, Any] = {"distill": {"teacher": str(teacher), "divergence": "sampled", "policy_weight": 0.5}, "total_steps": 3, "dtype": torch.float32}
+    backend = make_backend(path, rank=rank, world=world, trainer=trainer, **options)
+    metrics = [backend.step_rl(mixed_groups()).metrics for _ in range(3)]
+    return weights(backend), metrics, backend.divergence([s for g in mixed_groups() for s in g.samples])
+
+
+def test_a_divergence_over_the_vocabulary_is_refused(model: Path, two: Pool) -> None:
+    with pytest.raises(RuntimeError, match=r"distill\.divergence = 'reverse' is not there for trainer\.backend = 'megatron'"):
+        two.run(with_divergence, model)
+
+
+def with_divergence(rank: int, world: int, path: Path) -> None:
+    megatron(path, rank, world, TENSOR, distill={"teacher": str(path), "divergence": "reverse"})
+
+
 def test_a_batch_that_is_masked_throughout_moves_nothing(model: Path, two: Pool) -> None:
     groups = [make_group(0, [make_sample(0, i, 3, 4, reward=float(i), masked=range(4)) for i in range(2)])]
     assert two.run(moved_by, model, groups, False)[0] == ([], True)

@@ -10,7 +10,6 @@ The policy loss is that of `[algorithm]`, with the rewards' advantages times `po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,13 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear as plain_linear
 from transformers import PreTrainedModel
 
-from algorithms import registry
-from algorithms.aggregate import aggregate
 from algorithms.config import AlgorithmConfig
-from algorithms.contracts import Counts, LossOutput, Tokens, masked
 from algorithms.distillation.config import DistillConfig
 from algorithms.distillation.full import full_divergence
-from algorithms.distillation.sampled import sampled_advantages, span_advantages
 from algorithms.distillation.top_k import top_k_divergence
 from miles.core.model.compare import Measure, compare
 from miles.core.model.config import ModelConfig
@@ -33,29 +28,12 @@ from miles.core.model.scoring import scaled_logits, score
 from miles.core.model.sharded import reshard
 from trainer.fsdp.model import build_model, compute_dtype_of
 from trainer.fsdp.scoring import Scorer
-from trainer.fsdp.taught import TaughtRow, taught_row
+from trainer.rows.distilled import Compared, TaughtLoss
 from trainer.rows.row import Row
+from trainer.rows.taught import TaughtRow, taught_row
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """A row's N response tokens under the student, beside the teacher; 0 at places that are not trained.
-
-    Attributes:
-        logprobs_N, entropy_N: the student's.
-        divergence_N: each token's part of what is reported, and differentiated unless there are advantages.
-        advantages_N: what the teacher adds to the rewards' advantages, or None.
-        alone_N: bool, trained tokens that no span of the teacher's text covers; None where every one is compared.
-    """
-
-    logprobs_N: Tensor
-    entropy_N: Tensor | None
-    divergence_N: Tensor
-    advantages_N: Tensor | None = None
-    alone_N: Tensor | None = None
-
-
-class Distiller:
+class Distiller(TaughtLoss):
     """The student beside its teacher, one row at a time.
 
     Args:
@@ -78,8 +56,7 @@ class Distiller:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        _check(algorithm)
-        self._config, self._algorithm, self._policy_loss = config, algorithm, registry.loss(algorithm)
+        super().__init__(config, algorithm)
         self._student, self._teacher = student, teacher
         self._student_scorer = Scorer(student, chunk, device)
         self._teacher_scorer = None if teacher is None else Scorer(teacher, chunk, device)
@@ -95,20 +72,6 @@ class Distiller:
         taught = taught_row(row, self._device)
         return self._sampled(row, taught) if self._config.divergence == "sampled" else self._over_vocabulary(row, taught)
 
-    def loss(self, tokens: Tokens, compared: Compared, counts: Counts) -> LossOutput:
-        """A row's share of the step's loss. Sums: the policy loss's, distill/kl, and distill/uncompared where text is compared by spans."""
-        advantages_N = self._config.policy_weight * tokens.advantages_N
-        if compared.advantages_N is not None:
-            advantages_N = advantages_N + compared.advantages_N
-        out = self._policy_loss(replace(tokens, advantages_N=advantages_N), counts)
-        loss = out.loss
-        if compared.advantages_N is None:
-            loss = loss + aggregate(compared.divergence_N, tokens, counts, self._algorithm.aggregation)
-        sums = {"distill/kl": compared.divergence_N.detach().sum()}
-        if compared.alone_N is not None:
-            sums["distill/uncompared"] = compared.alone_N.sum()
-        return LossOutput(loss=loss, sums=out.sums | sums)
-
     def total(self, rows: Sequence[Row]) -> Tensor:
         """The divergence summed over the trained tokens of `rows`, a float64 scalar without a graph. Collective."""
         with torch.no_grad():
@@ -123,12 +86,7 @@ class Distiller:
             reading = row if taught is None or taught.reading is None else taught.reading
             teacher_Q = self._teacher_scorer.score(reading, self._temperature)
         logprobs_N, entropy_N = self._student_scorer.forward(row, self._temperature, True, self._algorithm.entropy_coef != 0)
-        if taught is None or taught.spans is None:
-            advantages_N = masked(sampled_advantages(logprobs_N, teacher_Q), row.mask_N)
-            return Compared(logprobs_N=logprobs_N, entropy_N=entropy_N, divergence_N=-advantages_N, advantages_N=advantages_N)
-        advantages_N, share_N = span_advantages(logprobs_N, teacher_Q, taught.spans)
-        alone_N = row.mask_N & (taught.spans.span_N < 0)
-        return Compared(logprobs_N=logprobs_N, entropy_N=entropy_N, divergence_N=-share_N, advantages_N=advantages_N, alone_N=alone_N)
+        return self.sampled(row, taught, teacher_Q, logprobs_N, entropy_N)
 
     def _over_vocabulary(self, row: Row, taught: TaughtRow | None) -> Compared:
         """Only the trained tokens are compared: others cost no logits, and nothing of theirs can reach the loss."""
@@ -197,13 +155,3 @@ def build_distiller(
         device=device,
         dtype=compute_dtype_of(teacher_model, master_dtype),
     )
-
-
-def _check(algorithm: AlgorithmConfig) -> None:
-    if algorithm.kl_target is not None:
-        raise ValueError(f"algorithm.kl_target = {algorithm.kl_target} does not reach the loss beside a teacher: leave it out, or [distill]")
-    if algorithm.entropy_guard != "none":
-        raise ValueError(
-            f"algorithm.entropy_guard = {algorithm.entropy_guard!r} ranks tokens by the rewards' advantages, which a teacher changes: "
-            "set entropy_guard = 'none', or leave [distill] out"
-        )

@@ -19,6 +19,7 @@ from miles.core.checkpoint import rng
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config
 from miles.data.packing import pack
+from miles.data.taught import nothing
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import StepResult
@@ -41,6 +42,7 @@ from weight_sync.slices import Slice
 cpu.redirect()  # before anything below imports Megatron-Core
 
 from trainer.megatron import checkpoint  # noqa: E402
+from trainer.megatron.distill import Distiller, build_distiller  # noqa: E402
 from trainer.megatron.export import Exporter  # noqa: E402
 from trainer.megatron.policy import Model  # noqa: E402
 from trainer.megatron.trained import Builder, Trained  # noqa: E402
@@ -73,7 +75,6 @@ class MegatronBackend:
         lora: LoraConfig | None = None,
     ) -> None:
         for option, value in (
-            ("[distill]", distill),
             ("[lora]", lora),
             ("a reward model", pairs if isinstance(pairs, RewardModelConfig) else None),
             ("model.true_on_policy", model.true_on_policy or None),
@@ -111,6 +112,9 @@ class MegatronBackend:
         self._reference: Model | None = None
         if (algorithm is not None and algorithm.kl_coef > 0) or (self._pairs is not None and self._pairs.needs_reference):
             self._reference = builder.frozen()
+        self._distiller: Distiller | None = None
+        if algorithm is not None and distill is not None:
+            self._distiller = build_distiller(distill, algorithm, builder, temperature, trust_remote_code=model.trust_remote_code)
         self._critic: Trained | None = None
         self._critic_config = critic
         if critic is not None:
@@ -142,6 +146,8 @@ class MegatronBackend:
             if self._reference is not None and objective.reference_in_loss:
                 for row, scores_N in self._logprobs_by_row(self._reference, rows, self._temperature):
                     row.reference_logprobs_N = scores_N
+            if self._distiller is not None:
+                self._distiller.prepare(rows)
             if number > 0 and objective.recompute:
                 for row, scores_N in self._logprobs_by_row(self._policy, rows, self._temperature):
                     row.start_logprobs_N = scores_N
@@ -153,6 +159,8 @@ class MegatronBackend:
                 continue
             counts = objective.counts([batch.samples[i] for i in places], [advantages[i] for i in places])
             loss, through_entropy = partial(objective.loss, counts=counts, meters=meters), objective.config.entropy_coef != 0
+            if self._distiller is not None:
+                loss = partial(self._distiller.of_row, counts=counts, meters=meters, recompute=objective.recompute)
             results.append(self._trained.update(rows, counts.tokens, self._temperature, loss, meters, entropy=True, entropy_gradient=through_entropy))
             # Only before the first update are the weights those that the engines sampled from.
             meters.comparing = False
@@ -199,7 +207,15 @@ class MegatronBackend:
         return {f"eval/preference_{name}": found[f"preference/{name}"] for name in ("accuracy", "margin", "loss")}
 
     def divergence(self, samples: Sequence[Sample]) -> float:
-        raise ValueError("trainer.backend = 'megatron' has no teacher: use trainer.backend = 'fsdp'")
+        if self._distiller is None:
+            raise ValueError("there is no teacher: it is loaded where the recipe has a [distill] section")
+        rows = self._share(samples, range(len(samples)), None)
+        self._distiller.prepare(rows)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        scored = self._logprobs_by_row(self._policy, rows, self._temperature)
+        for row, logprobs_N in scored if self.mesh.speaks else []:
+            total += self._distiller.compared(row, logprobs_N).divergence_N.double().sum()
+        return float(summed(total, self.mesh.everyone)) / max(count(samples, self._max_new_tokens).tokens, 1)
 
     def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
         if reference and self._reference is None:
@@ -340,7 +356,7 @@ class MegatronBackend:
         micros = share(samples, places, rank=self.mesh.place.data, world=layout.data, max_tokens=capacity, together=together)
         # Interleaved stages take rows in groups of as many as there are stages.
         missing = -len(micros) % layout.pipeline if layout.chunks > 1 else 0
-        return micros + [MicroBatch(packed=pack([DUMMY]), indices=())] * missing
+        return micros + [MicroBatch(packed=pack([DUMMY]), indices=(), taught=(nothing(samples[places[0]].taught),))] * missing
 
     def _share(self, samples: Sequence[Sample], places: Sequence[int], advantages: Sequence[Tensor] | None, together: int = 1) -> list[Row]:
         """This data-parallel rank's rows; the ranks that share a model have the same."""

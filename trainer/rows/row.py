@@ -24,7 +24,8 @@ class Row:
     """One micro-batch on the device: T tokens, N response tokens, S sequences. Shapes as in `Packed` and `Tokens`.
 
     `response_length_S` lies on the host. `start_logprobs_N` and `reference_logprobs_N` are filled in when the objective needs them, `values_N`
-    (at the step's start) and `returns_N` (NaN where there is nothing to learn) when there is a critic.
+    (at the step's start) and `returns_N` (NaN where there is nothing to learn) when there is a critic, `teacher_logprobs_Q` of the Q tokens that
+    a teacher reads.
     """
 
     tokens_T: Tensor
@@ -43,6 +44,7 @@ class Row:
     reference_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
     returns_N: Tensor | None = None
+    teacher_logprobs_Q: Tensor | None = None
     split: SplitPass | None = None
     taught: tuple[Taught | None, ...] = ()
 
