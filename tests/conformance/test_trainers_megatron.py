@@ -5,6 +5,7 @@ Gradients are compared in float64; Megatron-Core's optimizer steps in float32 al
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -585,6 +586,25 @@ def patience(rank: int, world: int) -> set[float]:
     mesh = open_mesh(Layout(pipeline=2), rank, 75.0)
     groups = (mesh.everyone, mesh.tensor, mesh.data, mesh.pipeline)
     return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
+def test_a_new_mesh_closes_the_groups_of_the_one_before(two: Pool) -> None:
+    """Each has a thread that wakes all the time: those of forty meshes took two cores whole."""
+    first, second = two.run(threads_of_meshes)[0]
+    assert first == second > 0
+
+
+def threads_of_meshes(rank: int, world: int) -> list[int]:
+    """Threads of gloo, after one mesh and after another."""
+    from trainer.megatron.layout import Layout
+    from trainer.megatron.mesh import open_mesh
+
+    counts = []
+    for _ in range(2):
+        open_mesh(Layout(tensor=2), rank, 60.0)
+        gc.collect()  # whoever still knows a group keeps it
+        counts.append(sum(name.read_text().startswith("gloo") for name in Path("/proc/self/task").glob("*/comm")))
+    return counts
 
 
 def test_a_temperature_at_which_nothing_can_be_scored_is_refused(model: Path, two: Pool) -> None:

@@ -45,7 +45,7 @@ def open_mesh(layout: Layout, rank: int, timeout_s: float) -> Mesh:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+        _close()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -61,7 +61,7 @@ def open_mesh(layout: Layout, rank: int, timeout_s: float) -> Mesh:
         layout=layout,
         rank=rank,
         place=place,
-        everyone=dist.new_group(timeout=timedelta(seconds=timeout_s)),
+        everyone=parallel_state.create_group(list(range(layout.ranks)), timeout=timedelta(seconds=timeout_s)),
         tensor=parallel_state.get_tensor_model_parallel_group(),
         data=parallel_state.get_data_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
@@ -69,6 +69,17 @@ def open_mesh(layout: Layout, rank: int, timeout_s: float) -> Mesh:
     found = (mesh.tensor.rank(), mesh.data.rank(), mesh.pipeline.rank(), parallel_state.get_expert_model_parallel_rank())
     assert found == (place.tensor, place.data, place.stage, place.expert), (found, place)
     return mesh
+
+
+def _close() -> None:
+    """Megatron-Core only forgets its groups, which live on: dozens a mesh, and each of gloo's has a thread that wakes a hundred times a second."""
+    from megatron.core import parallel_state
+
+    dist.barrier()  # none is closed while another rank still talks in it
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:  # the default one
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
