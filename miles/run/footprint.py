@@ -47,6 +47,9 @@ def trainer_terms(model: ModelConfig, trainer: TrainerConfig, count: int, *, ref
     terms = {f"{ranks} trainer rank{'s' * (ranks > 1)} x {RANK_MIB}": ranks * RANK_MIB}
     if trainer.backend == "megatron":
         copies = ranks // (trainer.tensor_parallel * trainer.pipeline_parallel)
+        if adapters is not None:
+            terms[f"{count:,} frozen parameters x {copies} data-parallel copies"] = _mib(count * copies * _BYTES[model.dtype])
+            count, reference = adapters, False  # these learn in the model's place, and the reference is the model without them
         terms[f"{count:,} parameters x ({copies} data-parallel copies x {_COPY_BYTES} B of weights and gradients + 8 B of AdamW)"] = _mib(
             count * (copies * _COPY_BYTES + 8)
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from miles.config import ConfigError, Resolved, nearest
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.run import folder, footprint, machine
 from miles.run.demands import Demand, engine_demands, sum_text, teacher_demands, total, trainer_demands
 from miles.run.machine import MIB
@@ -169,7 +169,6 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
     for wanted, what in (
         (isinstance(recipe, RewardModelRecipe), "a reward model"),
         (taught is not None and taught.divergence != "sampled", "a distill.divergence other than 'sampled'"),
-        (lora_of(recipe) is not None, "[lora]"),
         (recipe.model.true_on_policy, "model.true_on_policy"),
     ):
         if wanted:
@@ -183,7 +182,7 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
     for option, path in models.items():
         if not any(Path(path).glob("*.safetensors")):
             raise ConfigError(f"{option} = {path!r} has no safetensors file, which trainer.backend = 'megatron' reads")
-        megatron_plan(recipe.model.model_copy(update={"path": path}), recipe.trainer)
+        megatron_plan(recipe.model.model_copy(update={"path": path}), recipe.trainer, lora_of(recipe) if option == "model.path" else None)
 
 
 def _check_lora(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> int | None:
@@ -196,14 +195,17 @@ def _check_lora(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRec
     return footprint.adapter_parameters(Path(recipe.model.path), lora)
 
 
-def megatron_plan(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
+def megatron_plan(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig | None = None) -> list[str]:
     """`trainer.megatron.plan.describe` of a recipe. Raises ConfigError where model and layout do not fit."""
     from miles.core.model.load import load_config  # takes seconds, for this backend alone
     from trainer.megatron.architecture import architecture_of
+    from trainer.megatron.names import adapters_of
     from trainer.megatron.plan import describe
 
     try:
         architecture = architecture_of(load_config(model.path, trust_remote_code=model.trust_remote_code))
+        if lora is not None:
+            adapters_of(architecture, lora)
         return list(describe(trainer, architecture, bfloat16=model.dtype == "bfloat16"))
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from algorithms.preference.config import PreferenceConfig
 from miles.core.checkpoint.store import CheckpointError
 from miles.core.model.scoring import score
 from miles.core.model.tiny import make_tiny_model
 from miles.data.types import Group, Sample
+from tests.lora_cases import LORA, peft_gradients, peft_model
 from tests.trainer_cases import (
     assembled,
     make_backend,
@@ -385,6 +387,97 @@ def test_a_divergence_over_the_vocabulary_is_refused(model: Path, two: Pool) -> 
 
 def with_divergence(rank: int, world: int, path: Path) -> None:
     megatron(path, rank, world, TENSOR, distill={"teacher": str(path), "divergence": "reverse"})
+
+
+def adapters_of_a_rank(backend: Any) -> list[tuple[torch.Tensor, Any]]:
+    """Each adapter tensor of the rank, and what part of which it is."""
+    from trainer.megatron.names import adapters_of, parts
+
+    wanted = parts(adapters_of(backend.architecture, backend._lora), backend.mesh.layout, backend.rank)
+    return [(own[name], part) for own, chunk in zip(backend._trained.adapters, wanted, strict=True) for name, part in chunk.items()]
+
+
+def adapter_gradients(rank: int, world: int, path: Path, trainer: dict[str, Any], values: dict[str, torch.Tensor], kl_coef: float) -> dict[str, Any]:
+    """Of the first step from adapters of `values`, under peft's names."""
+    from trainer.megatron.export import Exporter
+    from trainer.megatron.names import adapters_of
+    from trainer.rows.schedule import Update
+
+    backend = megatron(path, rank, world, trainer, lora=LORA, algorithm={"kl_coef": kl_coef})
+    with torch.no_grad():
+        for tensor, part in adapters_of_a_rank(backend):
+            (block,) = part.blocks
+            tensor.copy_(values[block.name][tuple(slice(*r) for r in block.there)])
+    backend._trained.optimizer.step = lambda: Update(0.0, 0.0, True)
+    backend.step_rl(mixed_groups())
+    own = [{name: tensor.main_grad.clone() for name, tensor in chunk.items()} for chunk in backend._trained.adapters]
+    group = backend.mesh.data
+    if group.size() > 1:  # each data-parallel rank has reduced its share of them
+        for (name, _, parameter, part), whole in reduced_shares(backend):
+            dist.all_reduce(whole, group=part.data_parallel_group)
+            own[int(name[0])][name[2:].replace("._pairs", "")] = whole.view(parameter.shape)
+    exporter = Exporter(adapters_of(backend.architecture, backend._lora), backend.mesh, own, torch.float64)
+    return {name: tensor.numpy().copy() for name, tensor in exporter.tensors([s.name for s in exporter.specs()])}
+
+
+def reduced_shares(backend: Any) -> Iterator[Any]:
+    from trainer.megatron.checkpoint import _described, _span
+
+    for found in _described(backend._saved()[0]):
+        _, _, parameter, part = found
+        whole = torch.zeros_like(parameter).detach().view(-1)
+        if parameter in part.model_param_group_index_map:
+            start, stop = _span(part, parameter)
+            whole[start:stop] = parameter.main_grad.view(-1)[start:stop]
+        yield found, whole
+
+
+@pytest.mark.parametrize(("layout", "kl_coef"), [("tensor", 0.3), ("pipeline", 0.0), ("data", 0.0)])
+def test_gradients_of_adapters_are_pefts(model: Path, two: Pool, layout: str, kl_coef: float) -> None:
+    """Against a reference, which is the model without them; recomputed over the pipeline."""
+    oracle = peft_model(model, lora=LORA)
+    values = {name.replace(".default", ""): p.detach() for name, p in oracle.named_parameters() if p.requires_grad}
+    options = TWO[layout] | ({"activations": "recompute"} if layout == "pipeline" else {})
+    found = two.run(adapter_gradients, model, options, values, kl_coef)[0]
+    expected = peft_gradients(model, mixed_groups(), LORA, kl_coef)
+    expected = {f"base_model.model.{name.replace('.default', '')}": gradient for name, gradient in expected.items()}
+    assert relative_difference(found, expected) < (1e-9 if kl_coef else EXACT)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_adapters_learn_alone_and_peft_reads_them(model: Path, two: Pool, layout: str, tmp_path: Path) -> None:
+    """The base keeps its bytes; engines get adapters and nothing else; a resumed run is the one that went on; an export has them merged in."""
+    same, specs, after, again = two.run(train_adapters, model, TWO[layout], tmp_path)[0]
+    assert same
+    assert after == again
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == specs
+    assert any(tensor.any() for name, tensor in stored.items() if "lora_B" in name)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload().state_dict()
+    found = load_file(tmp_path / "export" / "model.safetensors")
+    for name, tensor in found.items():
+        np.testing.assert_allclose(tensor.numpy(), expected[name].numpy(), atol=1e-6, err_msg=name)
+
+
+def train_adapters(rank: int, world: int, path: Path, trainer: dict[str, Any], folder: Path) -> tuple[Any, ...]:
+    options: dict[str, Any] = {"lora": LORA | {"rslora": True}, "dtype": torch.float32}
+    backend = megatron(path, rank, world, TRAINED | trainer, **options)
+    before = [t.detach().clone() for chunk in backend._trained.chunks for t in chunk.module.tensors().values()]
+    for _ in range(2):
+        backend.step_rl(mixed_groups())
+    backend.save(folder / "step_00000002", {}, asynchronous=False)
+    backend.export_adapter(folder / "adapter")
+    backend.export(folder / "export")
+    after = [backend.step_rl(mixed_groups()).metrics for _ in range(2)]
+    base = [t for chunk in backend._trained.chunks for t in chunk.module.tensors().values()]
+    same, specs = all(map(torch.equal, before, base)), {s.name: s.shape for s in backend.weight_specs()}
+    backend.close()
+    backend = megatron(path, rank, world, TRAINED | trainer, **options)
+    backend.load(folder / "step_00000002")
+    again = [backend.step_rl(mixed_groups()).metrics for _ in range(2)]
+    backend.close()
+    return same, specs, after, again
 
 
 def test_a_batch_that_is_masked_throughout_moves_nothing(model: Path, two: Pool) -> None:

@@ -30,6 +30,16 @@ def test_the_engine_has_the_trainers_log_probs_after_every_update(task: dict[str
 
 
 @pytest.mark.full
+def test_adapters_alone_reach_the_engine(task: dict[str, Path], tmp_path: Path) -> None:
+    options = ("lora.rank=4", "lora.alpha=8", "trainer.lr=1e-2", "algorithm.kl_coef=0.01")
+    rl.run(rl_recipe(task, tmp_path / "run", *TENSOR, *options, "run.steps=3", "checkpoint.export=true"))
+    steps = [r for r in records(tmp_path / "run") if "reward/mean" in r]
+    assert max(r["mismatch/logprob_abs_max"] for r in steps) < 1e-5
+    assert steps[-1]["policy/kl"] > 0
+    assert [path.name for path in (tmp_path / "run").rglob("adapter_model.safetensors")]
+
+
+@pytest.mark.full
 def test_a_resumed_run_is_the_one_that_went_on(task: dict[str, Path], tmp_path: Path) -> None:
     options = (*TENSOR, "checkpoint.every=2", "checkpoint.keep=9")
     rl.run(rl_recipe(task, tmp_path / "whole", *options))

@@ -15,6 +15,14 @@ VOCABULARY_UNIT = 64
 """Each tensor rank's share of the vocabulary is padded to a multiple of this, as matrix products on GPUs like it."""
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters on the linear layers named in `targets` by the last part of their names; on all but the head where it is empty."""
+
+    rank: int
+    targets: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Sizes as the Hugging Face configuration has them.
@@ -26,6 +34,7 @@ class Architecture:
         biased_routing: experts are chosen by sigmoid scores plus a bias that is never trained (DeepSeek-V3, arXiv 2412.19437, equation 16),
             out of the `groups_per_token` best of `expert_groups` groups, and weighed by the scores times `routing_scale`.
         values: a critic: its output head is one row, of zeros unless it has `trained_values`, as a reward model.
+        adapters: with them this is not the model, but what is trained beside it: `names` knows these tensors alone.
     """
 
     family: str
@@ -54,6 +63,7 @@ class Architecture:
     routing_scale: float = 1.0
     values: bool = False
     trained_values: bool = False
+    adapters: Adapters | None = None
 
     @property
     def uniform(self) -> bool:

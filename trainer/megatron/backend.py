@@ -16,8 +16,10 @@ from algorithms.contracts import Rewards, TokenAdvantages
 from algorithms.distillation.config import DistillConfig
 from algorithms.preference.config import PairConfig, PreferenceConfig, RewardModelConfig
 from miles.core.checkpoint import rng
+from miles.core.checkpoint.whole import whole
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config
+from miles.core.model.lora import merged, write_adapter
 from miles.data.packing import pack
 from miles.data.taught import nothing
 from miles.data.types import Group, Sample
@@ -28,6 +30,7 @@ from trainer.megatron.architecture import architecture_of
 from trainer.megatron.directory import write_directory
 from trainer.megatron.layout import layout_of
 from trainer.megatron.mesh import open_mesh, summed
+from trainer.megatron.names import adapters_of
 from trainer.objective import Objective, result_of, sft_loss
 from trainer.rows.batch import Batch, count, weights_of
 from trainer.rows.meters import Meters
@@ -44,6 +47,7 @@ cpu.redirect()  # before anything below imports Megatron-Core
 from trainer.megatron import checkpoint  # noqa: E402
 from trainer.megatron.distill import Distiller, build_distiller  # noqa: E402
 from trainer.megatron.export import Exporter  # noqa: E402
+from trainer.megatron.lora import shards_of  # noqa: E402
 from trainer.megatron.policy import Model  # noqa: E402
 from trainer.megatron.trained import Builder, Trained  # noqa: E402
 
@@ -75,7 +79,6 @@ class MegatronBackend:
         lora: LoraConfig | None = None,
     ) -> None:
         for option, value in (
-            ("[lora]", lora),
             ("a reward model", pairs if isinstance(pairs, RewardModelConfig) else None),
             ("model.true_on_policy", model.true_on_policy or None),
             ("trainer.prompt_sharing", trainer.prompt_sharing or None),
@@ -105,13 +108,13 @@ class MegatronBackend:
             recompute=trainer.activations == "recompute",
             log_chunk=trainer.chunk(self.architecture.vocabulary),
         )
-        self._trained = builder.trained(trainer, total_steps)
+        self._trained = builder.trained(trainer, total_steps, lora, seed)
         self._policy = self._trained.model
         self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
         self._pairs = pairs if isinstance(pairs, PreferenceConfig) else None
         self._reference: Model | None = None
         if (algorithm is not None and algorithm.kl_coef > 0) or (self._pairs is not None and self._pairs.needs_reference):
-            self._reference = builder.frozen()
+            self._reference = builder.frozen() if lora is None else builder.base(self._trained)
         self._distiller: Distiller | None = None
         if algorithm is not None and distill is not None:
             self._distiller = build_distiller(distill, algorithm, builder, temperature, trust_remote_code=model.trust_remote_code)
@@ -121,6 +124,10 @@ class MegatronBackend:
             self._critic = self._build_critic(critic, builder, total_steps)
         own = [chunk.module.tensors() for chunk in self._trained.chunks]
         self._exporter = Exporter(self.architecture, self.mesh, own, self._dtype)
+        self._lora, self._adapters = lora, None
+        if lora is not None:
+            assert self._trained.adapters is not None
+            self._adapters = Exporter(adapters_of(self.architecture, lora), self.mesh, self._trained.adapters, self._dtype)
         self._writer = checkpoint.Writer(rank, world)
         self.version = 0
 
@@ -224,19 +231,19 @@ class MegatronBackend:
         return [part.tolist() for part in scores_N.split([s.response_length for s in samples])]
 
     def weight_specs(self) -> Sequence[TensorSpec]:
-        return self._exporter.specs()
+        return (self._adapters or self._exporter).specs()
 
     def weight_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        return self._exporter.tensors(names)
+        return (self._adapters or self._exporter).tensors(names)
 
     def weight_slices(self) -> Sequence[Slice]:
-        return self._exporter.slices()
+        return (self._adapters or self._exporter).slices()
 
     def weight_slice(self, piece: Slice) -> Tensor:
-        return self._exporter.slice(piece)
+        return (self._adapters or self._exporter).slice(piece)
 
     def export(self, folder: Path) -> None:
-        tensors = self._exporter.tensors([spec.name for spec in self._exporter.specs()])
+        tensors = self._merged()
         if self.rank == 0:
             write_directory(Path(folder), tensors, self._config, self._hf_config, self._dtype)
         for _ in tensors:  # the other ranks' part in gathering
@@ -244,7 +251,27 @@ class MegatronBackend:
         dist.barrier(self.mesh.everyone)
 
     def export_adapter(self, folder: Path) -> None:
-        raise ValueError("[lora] is not there for trainer.backend = 'megatron': use trainer.backend = 'fsdp'")
+        if self._adapters is None or self._lora is None:
+            raise ValueError("there is no adapter: this trainer was built without a [lora] section")
+        tensors = {name: tensor.to("cpu") for name, tensor in self._adapters.tensors([spec.name for spec in self._adapters.specs()])}
+        if self.rank == 0:
+            targets = sorted({name.split(".")[-3] for name in tensors})
+            with whole(Path(folder)) as partial_folder:
+                write_adapter(partial_folder, tensors, self._lora, targets, self._config.path)
+        dist.barrier(self.mesh.everyone)
+
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole model on rank 0, adapters in it, one tensor at a time. Collective."""
+        names = [spec.name for spec in self._exporter.specs()]
+        adapted = {} if self._adapters is None else {spec.name for spec in self._adapters.specs()}
+        for name, tensor in self._exporter.tensors(names):
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            if self._adapters is None or self._lora is None or f"{stem}.lora_A.weight" not in adapted:
+                yield name, tensor
+                continue
+            pair = [part for _, part in self._adapters.tensors([f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"])]
+            parts = dict(zip(("lora_A", "lora_B"), pair, strict=True))
+            yield name, merged(tensor, parts, self._lora.scaling) if self.rank == 0 else tensor
 
     def save(self, folder: Path, extra: dict[str, object], *, keep: int | None = None, asynchronous: bool = True) -> None:
         state: dict[str, object] = {"version": self.version}
@@ -327,11 +354,15 @@ class MegatronBackend:
         return learn_values(batch, shares, updates, rewards, found, Meters(self.device), take, self._reduced)
 
     def _saved(self) -> list[checkpoint.Saved]:
-        models = [checkpoint.Saved("", self._trained.chunks, self._trained.optimizer)]
+        described, adapters = None, self._trained.adapters
+        if adapters is not None and self._lora is not None:
+            architecture = adapters_of(self.architecture, self._lora)
+            described = [shards_of(architecture, self.mesh, own, chunk) for chunk, own in enumerate(adapters)]
+        models = [checkpoint.Saved("", self._trained.chunks, self._trained.optimizer, described)]
         return models if self._critic is None else [*models, checkpoint.Saved("critic.", self._critic.chunks, self._critic.optimizer)]
 
     def _move_reference(self, device: torch.device) -> None:
-        for chunk in [] if self._reference is None else self._reference.chunks:
+        for chunk in [] if self._reference is None or self._lora is not None else self._reference.chunks:
             chunk.to(device)
 
     def _scores(self, samples: Sequence[Sample], model: Model) -> Tensor:

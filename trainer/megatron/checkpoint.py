@@ -67,11 +67,13 @@ class _Strategy(SaveShardedStrategy):
 
 @dataclass(frozen=True)
 class Saved:
-    """A model and its optimizer. `prefix`: of all its names in a checkpoint; the policy's is empty."""
+    """A model and its optimizer. `prefix`: of all its names in a checkpoint; the policy's is empty. `adapters`: where all that is saved of
+    the model lies, one dict a chunk by the tensors' ids; None where that is the whole model."""
 
     prefix: str
     chunks: Sequence[DistributedDataParallel]
     optimizer: Optimizer
+    adapters: Sequence[dict[int, Any]] | None = None
 
 
 def collect(models: Sequence[Saved]) -> dict[str, Any]:
@@ -134,13 +136,16 @@ def _described(model: Saved) -> Iterator[tuple[str, ShardedBase, Tensor, Any]]:
     """A name of this rank, Megatron-Core's description of its place in the whole, the parameter, and the part of the optimizer that has it."""
     parts = {parameter: part for part in model.optimizer.parts() for buffer in part.buffers for parameter in buffer.param_index_map}
     for number, chunk in enumerate(model.chunks):
-        places = {id(base.data): base for base in _bases(chunk.module.sharded_state_dict(model.prefix))}
-        for name, parameter in chunk.module.named_parameters():
+        bases = [] if model.adapters is not None else _bases(chunk.module.sharded_state_dict(model.prefix))
+        places = model.adapters[number] if model.adapters is not None else {id(base.data): base for base in bases}
+        for name, parameter in ((name, p) for name, p in chunk.module.named_parameters() if p.requires_grad):
             yield f"{model.prefix}{number}.{name}", places[id(parameter)], parameter, parts[parameter]
 
 
 def _untrained(model: Saved) -> Iterator[tuple[str, ShardedBase, Tensor]]:
     """As `_described`, of buffers that are part of the model: one rank's is written."""
+    if model.adapters is not None:
+        return
     for number, chunk in enumerate(model.chunks):
         places = {id(base.data): base for base in _bases(chunk.module.sharded_state_dict(model.prefix))}
         for name, tensor in chunk.module.tensors().items():

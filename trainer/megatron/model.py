@@ -42,8 +42,8 @@ class Chunk(GPTModel):
         return hidden_states
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters, and buffers that are part of the model, by name."""
-        found = dict(self.named_parameters())
+        """Parameters but for adapters, and buffers that are part of the model, by name."""
+        found = {name: parameter for name, parameter in self.named_parameters() if ".adapter." not in name}
         return found | {name: buffer for name, buffer in self.named_buffers() if name.endswith(".expert_bias")}
 
     def head(self) -> Tensor:

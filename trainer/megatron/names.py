@@ -8,11 +8,12 @@ rank's share, so one of its tensors is several blocks of several Hugging Face te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from trainer.megatron.architecture import Architecture
+from miles.core.model.config import LoraConfig
+from trainer.megatron.architecture import Adapters, Architecture
 from trainer.megatron.layout import Layout
 from weight_sync.slices import Block, Range
 
@@ -55,8 +56,10 @@ def layers_of(architecture: Architecture, layout: Layout, stage: int, chunk: int
 
 
 def parts(architecture: Architecture, layout: Layout, rank: int) -> list[dict[str, Part]]:
-    """The tensors of `rank` by the names that Megatron-Core gives them, one dict a chunk."""
-    return [dict(_chunk(architecture, layout, rank, chunk)) for chunk in range(layout.chunks)]
+    """The tensors of `rank` by the names that Megatron-Core gives them, one dict a chunk. Where the architecture is that of adapters: these alone."""
+    adapters = architecture.adapters
+    chunks = [_chunk(architecture, layout, rank, chunk) for chunk in range(layout.chunks)]
+    return [dict(chunk if adapters is None else _adapters(chunk, adapters)) for chunk in chunks]
 
 
 def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -68,6 +71,22 @@ def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
             before = found.get(block.name, (0,) * len(block.there))
             found[block.name] = tuple(max(size, stop) for size, (_, stop) in zip(before, block.there, strict=True))
     return found
+
+
+def adapters_of(architecture: Architecture, lora: LoraConfig) -> Architecture:
+    """Of the tensors that are trained in place of those of `architecture`.
+
+    Raises:
+        ValueError: DoRA, experts, or a target that the model does not have.
+    """
+    if lora.dora or architecture.experts:
+        what = "lora.dora = true" if lora.dora else "[lora] on a model with experts"
+        raise ValueError(f"{what} is not there for trainer.backend = 'megatron': use trainer.backend = 'fsdp'")
+    known = {name.split(".")[-3] for name in shapes(replace(architecture, adapters=Adapters(lora.rank)))}
+    for target in lora.targets:
+        if target not in known:
+            raise ValueError(f"lora.targets has {target!r}, which is no linear layer of the model; there are {', '.join(sorted(known))}")
+    return replace(architecture, adapters=Adapters(lora.rank, tuple(lora.targets)))
 
 
 def buffers(architecture: Architecture) -> set[str]:
@@ -116,6 +135,28 @@ def _chunk(architecture: Architecture, layout: Layout, rank: int, chunk: int) ->
             yield "output_layer.weight", _vocabulary("lm_head.weight", architecture, layout, place.tensor)
         elif not first:
             yield "output_layer.weight", _vocabulary("model.embed_tokens.weight", architecture, layout, place.tensor, copy=True)
+
+
+def _adapters(tensors: Iterable[tuple[str, Part]], adapters: Adapters) -> Iterator[tuple[str, Part]]:
+    """A and B of each Hugging Face weight that lies in a linear layer. What comes in divided has A divided, what goes out divided has B so."""
+    for name, part in tensors:
+        if part.sharded is None or ".layers." not in name or not name.endswith(".weight"):
+            continue
+        for weight in dict.fromkeys(block.name for block in part.blocks):
+            layer = weight.removesuffix(".weight")
+            leaf = layer.rpartition(".")[2]
+            if adapters.targets and leaf not in adapters.targets:
+                continue
+            held = [block.there for block in part.blocks if block.name == weight]
+            rows, columns = ((min(there[d][0] for there in held), max(there[d][1] for there in held)) for d in (0, 1))
+            inner, here, there = (0, adapters.rank), f"{name.removesuffix('.weight')}.adapter.{leaf}", f"base_model.model.{layer}"
+            yield f"{here}.lora_A", _rectangle(f"{there}.lora_A.weight", (inner, columns), 1 if part.sharded == 1 else None)
+            yield f"{here}.lora_B", _rectangle(f"{there}.lora_B.weight", (rows, inner), 0 if part.sharded == 0 else None)
+
+
+def _rectangle(name: str, there: tuple[Range, ...], sharded: int | None) -> Part:
+    shape = tuple(stop - start for start, stop in there)
+    return Part(shape, (Block(name, there, tuple((0, size) for size in shape)),), sharded=sharded)
 
 
 def _layer(architecture: Architecture, layout: Layout, rank: int, layer: int) -> Iterator[tuple[str, Part]]:

@@ -143,7 +143,7 @@ class Optimizer:
         owners = {parameter: part for part in self.parts() for parameter in part.model_param_gbuf_map}
         for chunk, values in zip(self._chunks, masters, strict=True):
             for name, parameter in chunk.module.named_parameters():
-                if parameter.main_param is not None:
+                if parameter.requires_grad and parameter.main_param is not None:
                     span = owners[parameter]._get_model_param_range_map(parameter)["param"]
                     parameter.main_param.copy_(values[name].view(-1)[span.start : span.end])
 
@@ -151,6 +151,6 @@ class Optimizer:
         return next(self._chunks[0].parameters()).device
 
     def _report(self) -> None:
-        broken = [name for chunk in self._chunks for name, p in chunk.module.named_parameters() if not torch.isfinite(p.main_grad).all()]
+        broken = [name for chunk in self._chunks for name, p in chunk.module.named_parameters() if p.requires_grad and not torch.isfinite(p.main_grad).all()]
         if broken:
             logger.warning("optimizer step %d is left out: the gradient is not finite in %d tensors: %s", self.steps, len(broken), ", ".join(broken[:8]))

@@ -10,9 +10,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from miles.core.model.config import LoraConfig
 from trainer.config import OptimizerConfig
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.directory import Source
+from trainer.megatron.lora import Base, add_adapters
 from trainer.megatron.mesh import Mesh
 from trainer.megatron.model import Chunk, Config, LatentConfig, build_chunks, transformer_config
 from trainer.megatron.names import parts, shapes
@@ -46,14 +48,25 @@ class Builder:
         config = self._config(recompute=False)
         return self._model([chunk.requires_grad_(False) for chunk in self._load(config)[0]])
 
-    def trained(self, optimizer: OptimizerConfig, total_steps: int) -> Trained:
+    def trained(self, optimizer: OptimizerConfig, total_steps: int, lora: LoraConfig | None = None, seed: int = 0) -> Trained:
+        """With `lora` its adapters are all that learns; `seed` draws them."""
         config = self._config(recompute=self.recompute)
         chunks, masters = self._load(config)
+        adapters: list[dict[str, Tensor]] | None = None
+        if lora is not None:
+            adapters = add_adapters(chunks, self.architecture, lora, self.mesh, seed, self.master)
+            masters = [{_in_module(name): tensor.detach().clone() for name, tensor in own.items()} for own in adapters] if masters else []
+            for tensor in (tensor for own in adapters for tensor in own.values()):
+                tensor.data = tensor.data.to(self.compute)
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=self.compute == torch.bfloat16, use_distributed_optimizer=True)
         wrapped = [DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
         # Losses are shares of a global mean: what Megatron-Core counted must not divide them again.
         config.finalize_model_grads_func = lambda chunks, _, **options: finalize_model_grads(chunks, None, **options)
-        return Trained(wrapped, self._model(wrapped), Optimizer(wrapped, optimizer, total_steps, self.mesh, masters))
+        return Trained(wrapped, self._model(wrapped), Optimizer(wrapped, optimizer, total_steps, self.mesh, masters), adapters)
+
+    def base(self, trained: Trained) -> Model:
+        """What `trained` is without its adapters."""
+        return Base(trained.chunks, self.mesh, self.architecture.vocabulary, self.log_chunk)
 
     def _config(self, *, recompute: bool) -> Config | LatentConfig:
         return transformer_config(self.architecture, self.mesh, dtype=self.master, compute_dtype=self.compute, recompute=recompute)
@@ -82,11 +95,12 @@ class Builder:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that learns. `chunks`: this rank's pieces."""
+    """A model that learns. `chunks`: this rank's pieces; `adapters`: by the names that `names` has, where these alone learn."""
 
     chunks: list[DistributedDataParallel]
     model: Model
     optimizer: Optimizer
+    adapters: list[dict[str, Tensor]] | None = None
 
     def update(
         self,
@@ -107,3 +121,8 @@ class Trained:
             chunk.zero_grad_buffer()
         self.model.train(rows, temperature, loss, meters, total, entropy=entropy, entropy_gradient=entropy_gradient, name=name)
         return self.optimizer.step()
+
+
+def _in_module(name: str) -> str:
+    """An adapter's name as `named_parameters` has it."""
+    return name.replace(".adapter.", ".adapter._pairs.")
