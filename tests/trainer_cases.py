@@ -114,6 +114,7 @@ def make_backend(
     pairs: PairConfig | None = None,
     critic: dict[str, Any] | None = None,
     lora: dict[str, Any] | None = None,
+    prefix_overlap: bool = False,
 ) -> Any:
     """A backend, FSDP2's unless `trainer` names another, that never clips, in float64 unless told otherwise."""
     if dtype == torch.float64:
@@ -137,6 +138,7 @@ def make_backend(
         distill=DistillConfig(**distill) if distill else None,
         critic=None if critic is None else CriticConfig(**({"lr": 1e-3, "clip_norm": float("inf")} | critic)),
         lora=None if lora is None else LoraConfig(**lora),
+        **({"prefix_overlap": True} if prefix_overlap else {}),
     )
 
 

@@ -6,10 +6,13 @@ own share (`miles.data.packing`), so that global counts need no communication an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from miles.data.types import Group, Sample
 from weight_sync.contracts import WeightSource
@@ -24,11 +27,25 @@ class StepResult:
     empty: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClaimedPrompt:
+    """A prompt that engines answer `count` times. `tokens`: int64 [P]."""
+
+    claim_id: int
+    tokens: NDArray[np.int64]
+    count: int
+
+
 class TrainerBackend(WeightSource, Protocol):
     """Losses are normalised by global counts, so the gradient does not depend on micro-batch split, packing or ranks."""
 
     def step_rl(self, groups: Sequence[Group]) -> StepResult:
         """One training step: advantages, `optimizer_steps_per_batch` updates. Collective."""
+        ...
+
+    def prefill(self, prompts: Sequence[ClaimedPrompt], open_claims: Set[int], version: int) -> None:
+        """Compute what the next `step_rl` will need of `prompts`, while engines answer them with the weights of `version`, which must be the
+        trainer's. Prompts given before whose claim is not in `open_claims` are let go of. Collective."""
         ...
 
     def step_sft(self, samples: Sequence[Sample]) -> StepResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,10 @@ from miles.core.model.load import longest_sequence
 from miles.core.model.sharded import reshard
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
-from trainer.contracts import StepResult
+from trainer.contracts import ClaimedPrompt, StepResult
 from trainer.fsdp.critic import Critic, build_critic
 from trainer.fsdp.distill import Distiller, build_distiller
+from trainer.fsdp.early import EarlyPrefills
 from trainer.fsdp.export import AdapterExporter, Exporter
 from trainer.fsdp.model import build_model, compute_dtype_of
 from trainer.fsdp.optimizer import Optimizer
@@ -58,6 +59,7 @@ class FSDPBackend:
         critic: the critic that `step_rl` also trains, or None.
         lora: adapters that are trained in place of the model's own weights. The engines get nothing else, checkpoints hold nothing
             else, and the reference is the model without them.
+        prefix_overlap: prompts are computed as soon as they are known, by `prefill`, which needs `trainer.prompt_sharing`.
         temperature: the sampling temperature, at which `step_rl` and `logprobs` score. `step_sft` scores at 1.
         max_new_tokens: the longest response, Dr.GRPO's constant.
         total_steps: optimizer steps of the whole run, for the learning-rate schedule.
@@ -84,6 +86,7 @@ class FSDPBackend:
         pairs: PairConfig | None = None,
         critic: CriticConfig | None = None,
         lora: LoraConfig | None = None,
+        prefix_overlap: bool = False,
     ) -> None:
         self._config, self._trainer, self._algorithm = model, trainer, algorithm
         self._temperature, self._max_new_tokens, self._seed = temperature, max_new_tokens, seed
@@ -135,6 +138,20 @@ class FSDPBackend:
                 world=world,
                 device=self.device,
             )
+        self._early: EarlyPrefills | None = None
+        if prefix_overlap:
+            assert self._sharing is not None, "the recipe is checked for prompt_sharing"
+            assert algorithm is not None, "and is one of reinforcement learning"
+            assert trainer.optimizer_steps_per_batch == 1, "a second update would have other weights than the prompts were computed with"
+            self._early = EarlyPrefills(
+                self._sharing,
+                self._policy,
+                self._reference,
+                longest=max_new_tokens,
+                apart=algorithm.dynamic_sampling,
+                temperature=temperature,
+                entropy_gradient=algorithm.entropy_coef != 0,
+            )
         self._optimizer = Optimizer(self.model, trainer, total_steps)
         self._critic: Critic | None = None
         if critic is not None:
@@ -146,12 +163,21 @@ class FSDPBackend:
         self._choices: dict[Row, Planned] = {}
         self.version = 0
 
+    def prefill(self, prompts: Sequence[ClaimedPrompt], open_claims: Set[int], version: int) -> None:
+        """See `TrainerBackend`. What it leaves on the device is bounded by `trainer.max_tokens_per_microbatch`, as all graphs are."""
+        if self._early is None:
+            raise ValueError("this trainer was built without prefix_overlap: it computes prompts with their answers")
+        assert version == self.version, f"engines answer with version {version}, but the trainer's weights are version {self.version}"
+        self._early.prefill(prompts, open_claims)
+
     def step_rl(self, groups: Sequence[Group]) -> StepResult:
         """See `TrainerBackend`. Scores at a step's start are needed for later updates only: the first one's own are those."""
         objective = self._objective
         if objective is None:
             raise ValueError("this trainer was built without an [algorithm] section: it can do step_sft only")
         batch = Batch(groups, self._trainer.optimizer_steps_per_batch)
+        if self._early is not None:
+            self._early.meet(groups)
         rewards, more = batch.rewards, dict[str, float]()
         if objective.reference_in_reward:
             reference = self._reference
@@ -187,6 +213,8 @@ class FSDPBackend:
             meters.comparing = False
         metrics = self._reduced(meters, int(batch.rewards.length_S.sum())) | batch.metrics(self.version) | more
         result = objective.steered(result_of(results, metrics))
+        if self._early is not None:
+            self._early.clear()
         self.version += 1
         return result
 
@@ -285,6 +313,8 @@ class FSDPBackend:
 
     def load(self, folder: Path) -> dict[str, object]:
         reshard(self.model)
+        if self._early is not None:
+            self._early.clear()
         if self._critic is not None:
             reshard(self._critic.model)
         state, extra = reader.load(Path(folder), self._state(), rank=self.rank, world=self.world, seed=self._seed)
@@ -334,6 +364,8 @@ class FSDPBackend:
 
     def _share(self, samples: Sequence[Sample], places: Sequence[int], together: int = 1, whole: bool = False) -> list[MicroBatch]:
         """`whole`: for a model that must see whole sequences, whatever they share."""
+        if self._early is not None and self._early.micros is not None and not whole:
+            return self._early.micros
         if self._sharing is not None and not whole:
             return self._sharing.share(samples, places, together)
         return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch, together=together)
@@ -347,18 +379,23 @@ class FSDPBackend:
     def _update(self, rows: list[Row], total: int, loss: Callable[[Row], LossOutput], meters: Meters) -> Update:
         chosen = self._hilore
         if chosen is None or not total:
-            return take_step(self.model, self._optimizer, rows, total, loss, meters, "loss/total", self._policy.settle)
+            return take_step(self.model, self._optimizer, rows, total, loss, meters, "loss/total", self._policy.settle, self._no_reader)
 
         def by_choice(row: Row) -> LossOutput:
             chosen.choose(self._choices[row])
             return loss(row)
 
-        update = take_step(self.model, self._optimizer, rows, total, by_choice, meters, "loss/total", self._policy.settle)
+        update = take_step(self.model, self._optimizer, rows, total, by_choice, meters, "loss/total", self._policy.settle, self._no_reader)
         chosen.choose(None)
         for name, value in chosen.metrics().items():
             meters.add(name, torch.tensor(value * total / self.world, device=self.device))
         chosen.stepped(update.grad_norm)
         return update
+
+    def _no_reader(self) -> None:
+        """Synchronous on-policy training: nothing may read the weights of this version once they have moved."""
+        alive = len(self._policy.readers)
+        assert not alive, f"{alive} prefills of version {self.version} are alive at the optimizer step"
 
     def _rl_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
         objective = self._objective

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,15 +18,22 @@ from miles.core.model.packed import packed_logprobs, packed_loss
 from miles.core.model.sharded import reshard
 from trainer.rows.row import Row, RowLoss, row_of
 from trainer.rows.share import MicroBatch
-from trainer.split_forward.executor import Executor, SplitPass
+from trainer.split_forward.ahead import Early
+from trainer.split_forward.executor import Executor, PromptState, Split, SplitPass
 
 
 class Scorer:
-    """A model, policy or reference, that scores rows."""
+    """A model, policy or reference, that scores rows.
+
+    Attributes:
+        readers: what prefills have left and still lives. The weights must not move before it is gone.
+    """
 
     def __init__(self, model: PreTrainedModel, chunk: int, device: torch.device):
         self._model, self._chunk, self._device = model, chunk, device
         self._walk: Executor | None = None
+        self._early: dict[Early, PromptState] = {}
+        self.readers: WeakSet[PromptState] = WeakSet()
 
     def row(self, micro: MicroBatch, advantages: Sequence[Tensor] | None = None) -> Row:
         return row_of(micro, advantages, self._device)
@@ -84,9 +92,24 @@ class Scorer:
             assert self._walk is not None, "a row is settled that was never computed"
             self._walk.settle()
 
+    def prefill(self, wave: int, split: Split, temperature: float, entropy: bool = False, entropy_gradient: bool = False) -> None:
+        """Run the prefills that a wave's plan begins with; a plan that names them in `early` takes them over. Arguments as in `forward`. Collective."""
+        walk = Executor(self._model, split, self._chunk, readers=self.readers)
+        walk.prefill(temperature, entropy, entropy_gradient)
+        self._early |= {(wave, number): state for number, state in walk.hand_over().items()}
+        reshard(self._model)
+
+    def let_go(self, gone: Iterable[Early] | None = None) -> None:
+        """Free prefills that ran early and are not needed; None: all of them, and the walk they were for."""
+        if gone is None:
+            self._early, self._walk = {}, None
+        for early in gone or ():
+            self._early.pop(early, None)
+
     def _walk_to(self, one: SplitPass) -> Executor:
         if one.first and (self._walk is None or self._walk.split is not one.split or self._walk.begun):
-            self._walk = Executor(self._model, one.split, self._chunk)
+            states = {number: self._early.pop(early) for number, early in one.split.early.items() if early in self._early}
+            self._walk = Executor(self._model, one.split, self._chunk, states, self.readers)
         assert self._walk is not None, "rows of a plan are computed in its order"
         return self._walk
 
@@ -107,6 +130,11 @@ class BaseScorer(Scorer):
         assert not torch.is_grad_enabled(), "a reference is not trained"
         with adapters_off(self._model):
             return super().forward(row, temperature, entropy, entropy_gradient)
+
+    def prefill(self, wave: int, split: Split, temperature: float, entropy: bool = False, entropy_gradient: bool = False) -> None:
+        assert not torch.is_grad_enabled(), "a reference is not trained"
+        with adapters_off(self._model):
+            super().prefill(wave, split, temperature, entropy, entropy_gradient)
 
 
 def _parts(lengths: Sequence[int], chunk: int, together: int, by_token: bool) -> dict[tuple[int, int], slice]:

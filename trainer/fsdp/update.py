@@ -23,10 +23,12 @@ def take_step(
     meters: Meters,
     name: str,
     settle: Callable[[Row], None] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Update:
     """Losses of the rows are shares of a mean over `total` tokens or pairs, so their gradients simply add up. Collective.
 
-    `meters` gets the loss under `name`, and the losses' sums. `settle` is called behind each row's backward. Nothing is trained when `total` is 0.
+    `meters` gets the loss under `name`, and the losses' sums. `settle` is called behind each row's backward, `before` when
+    the weights are about to move. Nothing is trained when `total` is 0.
     """
     if total == 0:
         return optimizer.skip()
@@ -39,4 +41,6 @@ def take_step(
         meters.add(name, out.loss.detach() * total)
         for key, value in out.sums.items():
             meters.add(key, value)
+    if before is not None:
+        before()
     return optimizer.step()

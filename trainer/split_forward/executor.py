@@ -8,8 +8,9 @@ float32 or wider; a prefill's backward starts from what has gathered there. Noth
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -28,10 +29,21 @@ from trainer.split_forward.rows import SplitRows
 
 
 class Split:
-    """A plan with its sequences, laid out for a device as its passes are first run; used by every model that scores them."""
+    """A plan with its sequences, laid out for a device as its passes are first run; used by every model that scores them.
 
-    def __init__(self, plan: Plan, tokens: Sequence[np.ndarray], prompt_lengths: Sequence[int], device: torch.device):
-        self.plan = plan
+    Args:
+        early: passes that may have run before the plan was made, and what they are known by.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        tokens: Sequence[np.ndarray],
+        prompt_lengths: Sequence[int],
+        device: torch.device,
+        early: Mapping[int, tuple[int, int]] | None = None,
+    ):
+        self.plan, self.early = plan, early or {}
         self.places = Places(plan)
         self._tokens, self._prompt_lengths, self._device = tokens, prompt_lengths, device
         self._layouts: dict[int, PassLayout] = {}
@@ -94,14 +106,26 @@ class Executor:
     """One walk through a plan, with gradients or, under `no_grad`, without.
 
     Call `replay` or `loss` for each pass with samples in the plan's order; with gradients, run the backward; then `settle`.
+
+    Args:
+        states: what prefills that have run already left, by pass; taken over.
+        readers: to which every state that a prefill leaves is added. It reads the model's weights for as long as it lives.
     """
 
-    def __init__(self, model: PreTrainedModel, split: Split, chunk: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        split: Split,
+        chunk: int,
+        states: dict[int, PromptState] | None = None,
+        readers: WeakSet[PromptState] | None = None,
+    ):
         if model.training:
             raise ValueError("trainer.prompt_sharing needs the model in eval mode: dropout would differ from an answer's own")
         self._model, self.split, self._chunk = model, split, chunk
         self._steps = deque(split.plan.steps)
-        self._states: dict[int, PromptState] = {}
+        self._states: dict[int, PromptState] = states or {}
+        self._readers = readers
         self._linear = getattr(model, "batch_invariant_linear", plain_linear)
 
     def loss(self, number: int, loss: PartLoss, parts: Sequence[slice], *, temperature: float, entropy: bool, entropy_gradient: bool) -> Tensor:
@@ -166,9 +190,16 @@ class Executor:
         """The prefills before the next replay, `at_most` so many; a replay computes those that are left. Which passes. Collective."""
         done: list[int] = []
         while self._steps[0].kind == "prefill" and (at_most is None or len(done) < at_most):
-            done.append(self._steps.popleft().number)
-            self._prefill(done[-1], temperature, entropy, entropy_gradient)
+            number = self._steps.popleft().number
+            if number not in self._states:
+                self._prefill(number, temperature, entropy, entropy_gradient)
+                done.append(number)
         return done
+
+    def hand_over(self) -> dict[int, PromptState]:
+        """By pass, what the prefills left; this walk ends here."""
+        states, self._states = self._states, {}
+        return states
 
     def _advance(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> None:
         """To replay `number`, which must be next; the one before it is done with."""
@@ -200,6 +231,8 @@ class Executor:
             logprobs_N=_leaf(logprobs_N),
             entropy_N=None if entropy_N is None else _leaf(entropy_N),
         )
+        if self._readers is not None:
+            self._readers.add(self._states[number])
 
     def _score(self, number: int, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, SplitRows]:
         """The head's values, one behind the other: log-probs [N], entropies [N] if wanted, and last hidden states [S, D] in a prefill."""

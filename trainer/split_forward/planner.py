@@ -6,8 +6,9 @@ Pure arithmetic on what every rank knows, so every rank makes the plans of all a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from miles.core.planning.hardware import HardwareSpec
@@ -50,10 +51,10 @@ def plan(
 
     With `saved` they say how many bytes autograd will hold, which `capacity` bounds already.
     """
-    units = _units(batch)
+    units = units_of(batch)
     candidates = []
     for threshold in thresholds:
-        parts = [[units[i] for i in part] for part in _parts(batch, units, workload, world, threshold)]
+        parts = [[units[i] for i in part] for part in parts_of(batch, units, workload, world, threshold)]
         candidates.append([replace(p, predicted=predict(p, workload, hardware)) for p in _plans(batch, parts, capacity, threshold)])
     best = min(candidates, key=lambda plans: max(p.predicted.seconds for p in plans))
     if saved is None:
@@ -75,16 +76,16 @@ def predict(one: Plan, workload: Workload, hardware: HardwareSpec) -> Prediction
     return Prediction(seconds=seconds, flops=flops, collectives=collectives, collective_bytes=collective_bytes)
 
 
-def _units(batch: Batch) -> list[Unit]:
+def units_of(batch: Batch) -> list[Unit]:
     """In the order of their tokens."""
     step = batch.together
     units = [tuple(batch.places[start : start + step]) for start in range(0, len(batch.places), step)]
     return [units[i] for i in in_order([batch.tokens[unit[0]] for unit in units])]
 
 
-def _parts(batch: Batch, units: Sequence[Unit], workload: Workload, world: int, threshold: int) -> list[range]:
-    """The units of each rank."""
-    lengths = [sum(len(batch.tokens[s]) for s in unit) for unit in units]
+def parts_of(batch: Batch, units: Sequence[Unit], workload: Workload, world: int, threshold: int, more: int = 0) -> list[range]:
+    """The units of each rank, whose samples grow by `more` tokens each."""
+    lengths = [sum(len(batch.tokens[s]) + more for s in unit) for unit in units]
     firsts = [batch.tokens[unit[0]] for unit in units]
     common = [0] + [common_length(a, b) for a, b in itertools.pairwise(firsts)]
     shared = [n if n >= threshold else 0 for n in common]
@@ -97,78 +98,95 @@ def _parts(batch: Batch, units: Sequence[Unit], workload: Workload, world: int, 
 
 
 def _plans(batch: Batch, parts: Sequence[Sequence[Unit]], capacity: int, threshold: int) -> list[Plan]:
-    builders = [_Builder(batch, units, capacity, threshold) for units in parts]
+    lengths = [len(tokens) for tokens in batch.tokens]
+    columns, builders = [], []
+    for units in parts:
+        root = build_tree(batch.tokens, [s for unit in units for s in unit], threshold)
+        columns.append(frames(root, units, tails_of(root, lengths).__getitem__, capacity))
+        builders.append(Builder([root], lengths, batch.prompt_lengths, capacity, batch.together))
     steps: list[tuple[str, int]] = []
 
-    def take(kind: str, row: list[Frame], index: int) -> int:
-        for builder, frame in zip(builders, row, strict=True):
-            builder.take(kind, frame, index)
-        return len(builders[0].passes) - 1
-
-    flatten([builder.frames for builder in builders], take, steps)
-    return [builder.plan(tuple(Step(kind=kind, number=number) for kind, number in steps)) for builder in builders]  # type: ignore[arg-type]
+    flatten(columns, partial(take_pass, builders), steps)
+    return [builder.plan(steps) for builder in builders]
 
 
-class _Builder:
-    """One rank's plan in the making."""
+def take_pass(builders: Sequence[Builder], kind: str, row: Sequence[Frame], index: int) -> int:
+    """The number of a pass that all ranks' plans get, from their frames side by side."""
+    numbers = {builder.take(kind, frame, index) for builder, frame in zip(builders, row, strict=True)}
+    assert len(numbers) == 1, "the ranks' plans are out of step"
+    return numbers.pop()
 
-    def __init__(self, batch: Batch, units: Sequence[Unit], capacity: int, threshold: int):
-        self._batch, self._capacity = batch, capacity
-        self._samples = [s for unit in units for s in unit]
-        self._parent: dict[int, Node] = {}
-        self.segments: list[Segment] = []
-        self.passes: list[Pass] = []
-        self.frames: list[Frame] = []
-        self._number: dict[int, int] = {}  # of a node's segment, by its id
-        self._ends: dict[int, int] = {}
-        if not self._samples:
-            return
-        root = build_tree(batch.tokens, self._samples, threshold)
-        nodes = root.subtree()
+
+def tails_of(root: Node, lengths: Sequence[int] | Mapping[int, int]) -> dict[int, int]:
+    """By sample below `root`: the tokens that it alone computes, of as many as `lengths` says."""
+    return {sample: lengths[sample] - node.stop for node in root.subtree() for sample in node.tails}
+
+
+class Builder:
+    """One rank's plan in the making.
+
+    Args:
+        forest: trees whose nodes the frames have. lengths, prompt_lengths: by sample.
+    """
+
+    def __init__(
+        self,
+        forest: Sequence[Node],
+        lengths: Sequence[int] | Mapping[int, int],
+        prompt_lengths: Sequence[int] | Mapping[int, int],
+        capacity: int,
+        together: int,
+    ):
+        self._lengths, self._prompt_lengths, self._capacity, self._together = lengths, prompt_lengths, capacity, together
+        nodes = [node for root in forest for node in root.subtree()]
         self._above = {id(child): node for node in nodes for child in node.children}
         self._parent = {sample: node for node in nodes for sample in node.tails}
-        self.frames = frames(root, units, lambda s: len(batch.tokens[s]) - self._parent[s].stop, capacity)
+        self.segments: list[Segment] = []
+        self.passes: list[Pass] = []
+        self._number: dict[int, int] = {}  # of a node's segment, by its id
+        self._ends: dict[int, int] = {}
 
-    def take(self, kind: str, frame: Frame, index: int) -> None:
+    def take(self, kind: str, frame: Frame, index: int) -> int:
+        """Make the `index`th prefill or replay of `frame` a pass, without segments where there are not so many; returns its number."""
         if kind == "prefill":
             nodes = frame.prefills[index] if index < len(frame.prefills) else []
             self.passes.append(Pass(segments=tuple(self._node(node) for node in nodes)))
-            return
+            return len(self.passes) - 1
         units = frame.replays[index] if index < len(frame.replays) else []
         samples = [s for unit in units for s in unit]
         # Siblings side by side in the row, whatever the order of the loss.
         order = sorted(range(len(samples)), key=lambda i: (self._segment_of(self._parent[samples[i]]), i))
         tails = [self._tail(samples[i]) for i in order]
         self.passes.append(Pass(segments=tuple(t for t in tails if t is not None), samples=tuple(samples)))
+        return len(self.passes) - 1
 
-    def plan(self, steps: tuple[Step, ...]) -> Plan:
-        tokens = sum(len(self._batch.tokens[s]) for s in self._samples)
+    def plan(self, steps: Sequence[tuple[str, int]]) -> Plan:
         return Plan(
             segments=tuple(self.segments),
             passes=tuple(self.passes),
-            steps=steps,
+            steps=tuple(Step(kind=kind, number=number) for kind, number in steps),  # type: ignore[arg-type]
             ends=self._ends,
             capacity=self._capacity,
-            tokens=tokens,
-            unit=self._batch.together,
+            tokens=sum(self._lengths[s] for s in self._ends),
+            unit=self._together,
         )
 
     def _segment_of(self, node: Node) -> int:
         return self._number.get(id(node), -1)
 
     def _node(self, node: Node) -> int:
-        start = min(self._batch.prompt_lengths[s] for s in node.samples)
+        start = min(self._prompt_lengths[s] for s in node.samples)
         parent = self._segment_of(self._above[id(node)])
         self._number[id(node)] = self._add(node.samples[0], node.start, node.stop, parent, start, len(node.samples))
         return self._number[id(node)]
 
     def _tail(self, sample: int) -> int | None:
         parent = self._parent[sample]
-        above, length = self._segment_of(parent), len(self._batch.tokens[sample])
+        above, length = self._segment_of(parent), self._lengths[sample]
         if parent.stop == length:
             self._ends[sample] = above
             return None
-        self._ends[sample] = self._add(sample, parent.stop, length, above, self._batch.prompt_lengths[sample], 1)
+        self._ends[sample] = self._add(sample, parent.stop, length, above, self._prompt_lengths[sample], 1)
         return self._ends[sample]
 
     def _add(self, sample: int, start: int, stop: int, parent: int, scored_from: int, count: int) -> int:

@@ -6,8 +6,8 @@ frame and those around it hold at one moment keeps to a number of tokens, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from trainer.split_forward.tree import Node
@@ -18,11 +18,12 @@ Unit = tuple[int, ...]
 
 @dataclass(eq=False)
 class Frame:
-    """`prefills`: the nodes of each pass. `replays`: the units of each pass."""
+    """`prefills`: the nodes of each pass. `replays`: the units of each pass, which has `room` for so many tokens of theirs."""
 
     prefills: list[list[Node]] = field(default_factory=list)
     replays: list[list[Unit]] = field(default_factory=list)
     inner: list[Frame] = field(default_factory=list)
+    room: int = 0
 
 
 @dataclass(eq=False)
@@ -51,18 +52,37 @@ def frames(root: Node, units: Sequence[Unit], tail: Callable[[int], int], capaci
     return [_frame(chunk, tail, capacity) for chunk in chunks]
 
 
-def flatten(columns: Sequence[Sequence[Frame]], take: Callable[[str, list[Frame], int], int], steps: list[tuple[str, int]]) -> None:
+def refilled(given: Sequence[Frame], tails: Mapping[int, int], taken: int) -> list[Frame]:
+    """`given` with the samples of `tails` alone (units of one), packed anew by the tokens that each computes for itself; prefills stay as they are.
+
+    Args:
+        taken: tokens that exist besides those of the frames.
+    """
+    found = []
+    for frame in given:
+        units = [unit for row in frame.replays for unit in row if unit[0] in tails]
+        replays = _replays(units, lambda sample: tails[sample], frame.room - taken)
+        found.append(replace(frame, replays=replays, inner=refilled(frame.inner, tails, taken)))
+    return found
+
+
+def flatten(columns: Sequence[Sequence[Frame]], take: Callable[[str, list[Frame], int], int | None], steps: list[tuple[str, int]]) -> None:
     """The steps of the frames of all ranks side by side, appended to `steps` as (kind, pass number).
 
-    `take(kind, frames, index)` makes the `index`th prefill or replay of the ranks' frames a pass, of which some ranks may have none.
+    `take(kind, frames, index)` makes the `index`th prefill or replay of the ranks' frames a pass, of which some ranks may have none; it
+    returns None where that is left out.
     """
     for beside in zip_longest(*columns, fillvalue=Frame()):
         row = list(beside)
-        opened = [take("prefill", row, i) for i in range(max(len(f.prefills) for f in row))]
+        opened = _numbers(take("prefill", row, i) for i in range(max(len(f.prefills) for f in row)))
         steps.extend(("prefill", number) for number in opened)
-        steps.extend(("replay", take("replay", row, i)) for i in range(max(len(f.replays) for f in row)))
+        steps.extend(("replay", number) for number in _numbers(take("replay", row, i) for i in range(max(len(f.replays) for f in row))))
         flatten([f.inner for f in row], take, steps)
         steps.extend(("backward", number) for number in reversed(opened))
+
+
+def _numbers(passes: Iterable[int | None]) -> list[int]:
+    return [number for number in passes if number is not None]
 
 
 def _fit(chunk: list[_Bundle], capacity: int) -> bool:
@@ -84,7 +104,7 @@ def _frame(chunk: list[_Bundle], tail: Callable[[int], int], capacity: int) -> F
     while level:
         levels.append(level)
         level = [child for node in level for child in node.children]
-    return Frame(prefills=levels, replays=_replays([unit for bundle in chunk for unit in bundle.units], tail, capacity - held))
+    return Frame(prefills=levels, replays=_replays([unit for bundle in chunk for unit in bundle.units], tail, capacity - held), room=capacity - held)
 
 
 def _replays(units: Sequence[Unit], tail: Callable[[int], int], room: int) -> list[list[Unit]]:

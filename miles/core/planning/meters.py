@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,29 +36,19 @@ _COLLECTIVES = {
 _SYNCS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_consecutive", "unique_dim"})
 
 
-class Meter:
-    """A context manager; read it afterwards.
+class SavedMeter:
+    """Counts the bytes that autograd holds; a context manager that may be read at any time.
 
     Args:
-        model: whose parameters are not counted among the saved bytes, gathered or not.
         ledger: of whoever keeps tensors in autograd's stead (`trainer.split_forward.activations`), so that they count too.
     Attributes:
-        flops: `matmul` and `attention`; a multiply-add is two, and what a causal mask hides is counted as computed.
-        saved_bytes, peak_saved_bytes: held by autograd now and at most, each storage once.
-        collectives, collective_bytes: by name; bytes of the whole tensor (gathered, or before it is scattered).
-        host_syncs: operators whose result the host must see before it can go on.
+        saved_bytes, peak_saved_bytes: held now and at most, each storage once; parameters, gathered or not, are left out.
     """
 
-    def __init__(self, model: nn.Module, ledger: Ledger | None = None):
-        self._model = model
+    def __init__(self, ledger: Ledger | None = None):
         self.ledger = Ledger() if ledger is None else ledger
         self.ledger.reset()
-        self.flops: dict[str, int] = {}
-        self.collectives: Counter[str] = Counter()
-        self.collective_bytes: Counter[str] = Counter()
-        self.host_syncs = 0
         self._stack = ExitStack()
-        self._flops = FlopCounterMode(display=False, custom_mapping=_MORE)
 
     @property
     def saved_bytes(self) -> int:
@@ -68,24 +58,52 @@ class Meter:
     def peak_saved_bytes(self) -> int:
         return self.ledger.peak
 
-    def __enter__(self) -> Meter:
-        self._stack.enter_context(self._flops)
-        self._stack.enter_context(_Operators(self))
+    def __enter__(self) -> Self:
         self._stack.enter_context(saved_tensors_hooks(self._pack, _unpack))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-        counts = self._flops.get_flop_counts().get("Global", {})
-        self.flops = {"matmul": 0, "attention": 0}
-        for operator, count in counts.items():
-            self.flops["attention" if "attention" in str(operator) else "matmul"] += int(count)
 
     def _pack(self, tensor: Tensor) -> Any:
         if is_parameter(tensor):
             return tensor
         # Cut from its graph, which holds this and would hold itself.
         return Held(self.ledger, tensor.detach())
+
+
+class Meter(SavedMeter):
+    """Counts operators and collectives, too; read it afterwards. A graph that no backward takes stays for as long as the meter, since torch's
+    counter of float operations hangs hooks on it.
+
+    Args:
+        model: that is measured. ledger: as in `SavedMeter`.
+    Attributes:
+        flops: `matmul` and `attention`; a multiply-add is two, and what a causal mask hides is counted as computed.
+        collectives, collective_bytes: by name; bytes of the whole tensor (gathered, or before it is scattered).
+        host_syncs: operators whose result the host must see before it can go on.
+    """
+
+    def __init__(self, model: nn.Module, ledger: Ledger | None = None):
+        super().__init__(ledger)
+        self._model = model
+        self.flops: dict[str, int] = {}
+        self.collectives: Counter[str] = Counter()
+        self.collective_bytes: Counter[str] = Counter()
+        self.host_syncs = 0
+        self._flops = FlopCounterMode(display=False, custom_mapping=_MORE)
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self._flops)
+        self._stack.enter_context(_Operators(self))
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        counts = self._flops.get_flop_counts().get("Global", {})
+        self.flops = {"matmul": 0, "attention": 0}
+        for operator, count in counts.items():
+            self.flops["attention" if "attention" in str(operator) else "matmul"] += int(count)
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -133,8 +133,9 @@ class Plan:
         for step in self.steps:
             one = self.passes[step.number]
             if step.kind == "backward":
-                assert kept[-1:] == [step.number], "a prefill's backward runs before that of one that builds on it"
-                kept.pop()
+                above = {p for other in kept if other != step.number for s in self.passes[other].segments if (p := self.segments[s].parent) is not None}
+                assert not above & set(one.segments), "a prefill's backward runs before that of one that builds on it"
+                kept.remove(step.number)
                 alive.difference_update(one.segments)
                 continue
             assert step.number not in seen, f"pass {step.number} runs twice"
