@@ -47,6 +47,7 @@ class Producer:
 
     Attributes:
         heal: brings dead engines back at the current weights; called while the trainer is idle.
+        submitted: told of the claims that engines have just been given, retried ones too.
     """
 
     stream: PromptStream
@@ -60,6 +61,7 @@ class Producer:
     dynamic_sampling: bool
     max_sampling_rounds: int
     heal: Callable[[], Awaitable[None]]
+    submitted: Callable[[Sequence[int]], None] | None = None
     _counts: Counter[str] = field(default_factory=Counter)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _filtered: list[Group] = field(default_factory=list)
@@ -100,6 +102,11 @@ class Producer:
         for group in groups:
             self.claims.end(group.claim_id, Outcome.TRAINED)
 
+    @property
+    def in_flight(self) -> int:
+        """Groups that engines are at work on."""
+        return len(self._in_flight)
+
     def state_dict(self) -> dict[str, Any]:
         """JSON: what a resumed run needs to skip no prompt and repeat none. Groups that were in flight are generated again."""
         return {"claims": self.claims.state_dict(), "buffer": self.buffer.state_dict(), "stream": self.stream.fingerprint}
@@ -126,6 +133,8 @@ class Producer:
         self._in_flight.update(claim_ids)
         for future in self.fleet.submit(tasks, balanced=self.max_staleness > 0):
             future.add_done_callback(self._on_done)
+        if self.submitted is not None:
+            self.submitted(claim_ids)
 
     def _on_done(self, future: asyncio.Future[GroupResult]) -> None:
         """Whatever is raised here ends the run: the event loop would only log it, and `take` wait for a group that is lost."""

@@ -38,6 +38,7 @@ RAY = {
     "tests/run/test_distill_engines.py",
     "tests/rollout/test_teacher_engines.py",
     "tests/run/test_pairs.py",
+    "tests/run/test_prefix_overlap.py",
     "tests/run/test_rl.py",
     "tests/trainer/test_hanging_rank.py",
     "tests/trainer/test_trainer_actor.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from miles.core.environment import worker_environment
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
-from trainer.contracts import StepResult
+from trainer.contracts import ClaimedPrompt, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class TrainerGroup:
     """The trainer as the driver sees it. Every method runs on all ranks and returns rank 0's result.
 
     Args:
-        temperature, max_new_tokens, seed, total_steps, distill, pairs, critic, lora: as in `FSDPBackend`; `total_steps` counts optimizer steps.
+        temperature, max_new_tokens, seed, total_steps, distill, pairs, critic, lora, prefix_overlap: as in `FSDPBackend`; `total_steps` counts optimizer steps.
         checkpoint: what `save` keeps, and whether it writes in the background.
         places: a Ray scheduling strategy for each rank; None lets Ray choose.
     """
@@ -111,6 +111,7 @@ class TrainerGroup:
         pairs: PairConfig | None = None,
         critic: CriticConfig | None = None,
         lora: LoraConfig | None = None,
+        prefix_overlap: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
         self._options = {
@@ -125,7 +126,7 @@ class TrainerGroup:
             "pairs": pairs,
             "critic": critic,
             "lora": lora,
-        }
+        } | ({"prefix_overlap": True} if prefix_overlap else {})
         world, gpu = trainer.ranks, trainer.gpus_per_rank > 0
         strategies = list(places) if places is not None else ["DEFAULT"] * world
         if len(strategies) != world:
@@ -152,6 +153,9 @@ class TrainerGroup:
     async def step_rl(self, groups: Sequence[Group]) -> StepResult:
         # Put once: otherwise each rank's call would carry the whole batch.
         return await self._call("step_rl", ray.put(list(groups)))
+
+    async def prefill(self, prompts: Sequence[ClaimedPrompt], open_claims: Set[int], version: int) -> None:
+        await self._call("prefill", list(prompts), set(open_claims), version)
 
     async def step_sft(self, samples: Sequence[Sample]) -> StepResult:
         return await self._call("step_sft", ray.put(list(samples)))

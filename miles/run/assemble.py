@@ -23,6 +23,7 @@ from miles.run.demands import engine_demands, teacher_demands, trainer_demands
 from miles.run.evaluate import Evaluation, Evaluator, sampling_params
 from miles.run.folder import held
 from miles.run.live import Live
+from miles.run.prefix_overlap import PrefixOverlap
 from miles.run.reader import check_reader
 from miles.run.recipe import DistillRecipe, RLRecipe
 from miles.run.resume import first_step, position
@@ -63,6 +64,7 @@ class RLRun:
     tokenizer: Any
     resume: bool
     teaching: Teaching | None = None
+    overlap: PrefixOverlap | None = None
     version: int = 0
     steps: int = 0
 
@@ -84,7 +86,11 @@ class RLRun:
     async def take(self, clock: Clock) -> Taken:
         """The batch that version + 1 is trained on, with what a teacher outside of the trainer says of it."""
         with clock("rollout_wait"):
-            batch = await self.producer.take(self.version)
+            taking = self.producer.take(self.version)
+            batch = await (taking if self.overlap is None else self.overlap.beside(taking))
+        if self.overlap is not None:
+            with clock("prefix_wait"):
+                await self.overlap.ended()
         if self.teaching is None:
             return batch
         with clock("teacher"):
@@ -266,7 +272,7 @@ def _build(
     fleet = Fleet(specs, places.of("engine"))
     trainer = TrainerGroup(
         model=config.model,
-        trainer=config.trainer,
+        trainer=config.trainer_section,
         algorithm=config.algorithm,
         checkpoint=config.checkpoint,
         temperature=rollout.temperature,
@@ -277,6 +283,7 @@ def _build(
         distill=config.distillation,
         critic=config.critic,
         lora=config.lora,
+        prefix_overlap=config.run.prefix_overlap,
     )
     sync = WeightSync(
         config.weight_sync,
@@ -323,4 +330,7 @@ def _build(
         teaching=teaching_of(config, tokenizer, places, folder),
         steps=config.run.steps,
     )
+    if config.run.prefix_overlap:
+        run.overlap = PrefixOverlap(trainer, producer, rollout.samples_per_prompt, lambda: run.version)
+        producer.submitted = run.overlap.submitted
     return run

@@ -70,6 +70,9 @@ def _rl_arithmetic(recipe: RLRecipe) -> Iterator[str]:
     )
     yield f"the run: {recipe.run.steps} steps x {sequences} sequences = {recipe.run.steps * sequences} sequences, {recipe.run.steps * updates} optimizer steps"
     yield from _trainer_arithmetic(recipe, f"response at most {recipe.rollout.max_new_tokens} tokens")
+    if recipe.run.prefix_overlap:
+        room = recipe.trainer.max_tokens_per_microbatch // 2
+        yield f"overlap: while the engines answer, each rank computes up to {room} tokens of their prompts, half of trainer.max_tokens_per_microbatch"
     if recipe.critic is not None:
         yield f"critic: as many optimizer steps of its own; in the first {recipe.critic.head_start} of {recipe.run.steps} steps it learns alone"
     demands = trainer_demands(recipe.trainer) + engine_demands(recipe.rollout) + teacher_demands(recipe.teacher_engines)

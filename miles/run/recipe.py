@@ -29,6 +29,9 @@ class RunConfig(Section):
         description="weight versions between a group's oldest token and the update that trains on it: 0 synchronous, 1 one-step-off, more: engines "
         "work ahead by as many batches, and what grew older is generated again",
     )
+    prefix_overlap: bool = Field(
+        False, description="the trainer computes a batch's prompts while the engines still answer them (Rollplex); implies trainer.prompt_sharing"
+    )
 
 
 class ClusterConfig(Section):
@@ -72,6 +75,11 @@ class RLRecipe(Section):
         return None
 
     @property
+    def trainer_section(self) -> TrainerConfig:
+        """`[trainer]` with what other sections imply for it."""
+        return self.trainer.model_copy(update={"prompt_sharing": True}) if self.run.prefix_overlap else self.trainer
+
+    @property
     def rewards_teach(self) -> bool:
         """Whether anything is learned from rewards."""
         return self.distillation is None or self.distillation.policy_weight > 0
@@ -113,6 +121,29 @@ class RLRecipe(Section):
             raise ValueError("model.true_on_policy with lora.dora = true, whose layers have no batch-invariant version: leave one of them out")
         if self.lora is not None and self.rollout.engine == "sglang":
             raise ValueError("[lora] with rollout.engine = 'sglang' is not there yet: use rollout.engine = 'torch', or leave [lora] out")
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_and_answers_at_one_version(self) -> RLRecipe:
+        if not self.run.prefix_overlap:
+            return self
+        for wrong, why in (
+            (self.run.max_staleness, f"run.max_staleness = {self.run.max_staleness}: prompts and answers must be of one weight version; use 0"),
+            (
+                self.trainer.optimizer_steps_per_batch > 1,
+                f"trainer.optimizer_steps_per_batch = {self.trainer.optimizer_steps_per_batch}: later updates have other weights than the prompts were "
+                "computed with; use 1",
+            ),
+            (self.trainer.backend == "megatron", "trainer.backend = 'megatron', which does not share prompts: use 'fsdp'"),
+            (
+                self.trainer.activations not in ("keep", "recompute"),
+                f"trainer.activations = {self.trainer.activations!r}, which weighs tokens by their answers: use 'keep' or 'recompute'",
+            ),
+            (self.distillation is not None, "a teacher, which sees whole sequences: leave it out"),
+            (self.critic is not None and self.critic.head_start, "critic.head_start, in which the policy stays as it is: set it to 0"),
+        ):
+            if wrong:
+                raise ValueError(f"run.prefix_overlap does not go with {why}")
         return self
 
 

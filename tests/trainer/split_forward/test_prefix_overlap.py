@@ -77,14 +77,14 @@ def assert_same(found: FSDPBackend, expected: FSDPBackend) -> None:
     [
         ({}, {}),
         ({"max_tokens_per_microbatch": 24}, {}),
-        ({"activation_checkpointing": True}, {}),
+        ({"activations": "recompute"}, {}),
         ({}, {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}}),
         ({}, {"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}),
         ({}, {"algorithm": {"kl_coef": 0.1}, "lora": {"rank": 2}}),
         ({}, {"algorithm": {"advantages": "gae"}, "critic": {}}),
         ({}, {"model": {"dtype": "bfloat16"}}),
     ],
-    ids=["plain", "small passes", "checkpointed", "reference and entropy", "reference in the reward", "adapters", "critic", "bfloat16"],
+    ids=["plain", "small passes", "recomputed", "reference and entropy", "reference in the reward", "adapters", "critic", "bfloat16"],
 )
 def test_early_and_late_prompts_end_at_the_same_bits(model: Path, trainer: dict[str, Any], options: dict[str, Any]) -> None:
     ahead, serial = (overlapping(model, {"lr": 1e-2} | trainer, dtype=torch.float32, **options) for _ in range(2))

@@ -1,0 +1,66 @@
+"""`run.prefix_overlap` (Rollplex): the trainer computes a batch's prompts while engines still answer them.
+
+    publish version v -> { engines: prefill and decode | trainer: prompts by reference and policy } -> answers -> optimizer -> publish v + 1
+
+Strictly synchronous: engines and prompts read version v, and the optimizer moves the weights when no reader of it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from rollout.producer import Producer
+from trainer.actor import TrainerGroup
+from trainer.contracts import ClaimedPrompt
+
+T = TypeVar("T")
+
+
+class PrefixOverlap:
+    """Tells the trainer of every wave of prompts that engines are given.
+
+    Args:
+        samples: answers to each prompt. version: of the weights that engines and trainer have now.
+    """
+
+    def __init__(self, trainer: TrainerGroup, producer: Producer, samples: int, version: Callable[[], int]):
+        self._trainer, self._producer, self._samples, self._version = trainer, producer, samples, version
+        self._announced: set[int] = set()
+        self._running: set[asyncio.Task[None]] = set()
+
+    def submitted(self, claim_ids: Sequence[int]) -> None:
+        """Engines were given these. A claim that comes again has its prompt already."""
+        new = sorted(set(claim_ids) - self._announced)
+        self._announced.update(new)
+        prompts = [ClaimedPrompt(claim_id=c, tokens=self._producer.stream.prompt(c).tokens, count=self._samples) for c in new]
+        # Ray runs a rank's calls in the order in which they are made.
+        task = self._trainer.prefill(prompts, set(self._producer.claims.in_flight()), self._version())
+        self._running.add(asyncio.ensure_future(task))
+
+    async def beside(self, taking: Coroutine[Any, Any, T]) -> T:
+        """`taking`'s batch. Raises at once what the trainer raises meanwhile."""
+        batch = asyncio.ensure_future(taking)
+        try:
+            while not batch.done():
+                await asyncio.wait({batch, *self._running}, return_when=asyncio.FIRST_COMPLETED)
+                self._collect()
+        except BaseException:
+            batch.cancel()
+            raise
+        return batch.result()
+
+    async def ended(self) -> None:
+        """Wait for what the trainer still computes of the prompts. Afterwards nothing reads the current version but the step itself."""
+        while self._running:
+            await asyncio.wait(self._running)
+            self._collect()
+        self._announced.clear()
+        assert not self._producer.in_flight, f"engines answer {self._producer.in_flight} groups with version {self._version()}, which is about to end"
+
+    def _collect(self) -> None:
+        done = {task for task in self._running if task.done()}
+        self._running -= done
+        for task in done:
+            task.result()

@@ -1,0 +1,70 @@
+"""Rollplex in the one loop, everything real: prompts are computed while engines decode, and nobody can tell from the weights."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from miles.config import ConfigError
+from miles.run import rl
+from miles.run.prefix_overlap import PrefixOverlap
+from tests.run.runs import learned, make_task, records, rl_recipe, weights
+
+OPTIONS = ("run.prefix_overlap=true", "model.true_on_policy=true", "algorithm.kl_coef=0.05", "run.steps=3", "checkpoint.export=true")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_whose_engine_is_killed_during_the_overlap_equals_the_serial_one(task: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the third step, when the trainer has its prompts: the fresh engine takes up the old version from it, and the step goes on."""
+    reward = f'reward.functions=[{{name="tests.run.runs:kills_its_engine_once", args={{flag="{tmp_path / "flag"}"}}}}]'
+    rl.run(rl_recipe(task, tmp_path / "overlapped", *OPTIONS, reward))
+    assert not actors_left()
+    monkeypatch.setattr(PrefixOverlap, "submitted", lambda overlap, claim_ids: None)  # the same plans, with the answers
+    rl.run(rl_recipe(task, tmp_path / "serial", *OPTIONS))
+    assert weights(tmp_path / "overlapped") == weights(tmp_path / "serial")
+    overlapped, serial = records(tmp_path / "overlapped"), learned(tmp_path / "serial")
+    assert [r["groups/failed"] > 0 for r in overlapped] == [False, False, True]
+    assert all(r["sharing/ahead"] > 0.3 and r["mismatch/logprob_abs_max"] == 0.0 for r in overlapped)
+    of_overlap = {"sharing/ahead", "groups/failed"}
+    assert [{k: v for k, v in r.items() if k not in of_overlap} for r in learned(tmp_path / "overlapped")] == [
+        {k: v for k, v in r.items() if k not in of_overlap} for r in serial
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.max_staleness=1", "run.max_staleness = 1: prompts and answers must be of one weight version"),
+        ("trainer.optimizer_steps_per_batch=2", "trainer.optimizer_steps_per_batch = 2"),
+        ("trainer.backend=megatron", "trainer.backend = 'megatron', which does not share prompts"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused_by_name(task: dict[str, Path], tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"run.prefix_overlap does not go with {message}"):
+        rl_recipe(task, tmp_path / "run", "run.prefix_overlap=true", override)
+
+
+def actors_left(deadline_s: float = 10.0) -> list[str]:
+    """Trainers and engines under this process, once Ray has had its time to end them."""
+    end = time.monotonic() + deadline_s
+    while (found := _actors()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def _actors() -> list[str]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            found.append(process.cmdline()[0])
+        except (psutil.NoSuchProcess, IndexError):
+            continue
+    return [name for name in found if "TrainerRank" in name or "RolloutActor" in name]
