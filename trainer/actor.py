@@ -19,6 +19,7 @@ from miles.core.checkpoint.config import CheckpointConfig
 from miles.core.checkpoint.store import CheckpointError
 from miles.core.environment import worker_environment
 from miles.core.model.config import LoraConfig, ModelConfig
+from miles.core.planning.residency import Residency
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import ClaimedPrompt, StepResult
@@ -156,6 +157,9 @@ class TrainerGroup:
 
     async def prefill(self, prompts: Sequence[ClaimedPrompt], open_claims: Set[int], version: int) -> None:
         await self._call("prefill", list(prompts), set(open_claims), version)
+
+    async def residency(self, budget: int | None) -> Residency | None:
+        return await self._call("residency", budget)
 
     async def step_sft(self, samples: Sequence[Sample]) -> StepResult:
         return await self._call("step_sft", ray.put(list(samples)))

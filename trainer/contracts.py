@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from miles.core.planning.residency import Residency
 from miles.data.types import Group, Sample
 from weight_sync.contracts import WeightSource
 
@@ -46,6 +47,15 @@ class TrainerBackend(WeightSource, Protocol):
     def prefill(self, prompts: Sequence[ClaimedPrompt], open_claims: Set[int], version: int) -> None:
         """Compute what the next `step_rl` will need of `prompts`, while engines answer them with the weights of `version`, which must be the
         trainer's. Prompts given before whose claim is not in `open_claims` are let go of. Collective."""
+        ...
+
+    def residency(self, budget: int | None) -> Residency | None:
+        """What rank 0 held and when in the last step that had prompts computed early, checked against `budget` bytes a rank (None: a GPU has its
+        own). None where there was none, or what the model keeps cannot be told beforehand. Collective.
+
+        Raises:
+            ValueError: it is above the budget.
+        """
         ...
 
     def step_sft(self, samples: Sequence[Sample]) -> StepResult:

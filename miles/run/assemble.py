@@ -85,6 +85,8 @@ class RLRun:
 
     async def take(self, clock: Clock) -> Taken:
         """The batch that version + 1 is trained on, with what a teacher outside of the trainer says of it."""
+        if self.overlap is not None:
+            await self.overlap.draw_memory(self.folder)
         with clock("rollout_wait"):
             taking = self.producer.take(self.version)
             batch = await (taking if self.overlap is None else self.overlap.beside(taking))
@@ -204,6 +206,8 @@ class RLRun:
     async def finish(self) -> None:
         """Write the last checkpoint and wait for it, and export."""
         await self.checkpoint()
+        if self.overlap is not None:
+            await self.overlap.draw_memory(self.folder)
         await self.trainer.wait_saved()
         if self.recipe.checkpoint.export:
             await self.trainer.export(self.folder / "model")

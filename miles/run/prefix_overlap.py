@@ -8,14 +8,19 @@ Strictly synchronous: engines and prompts read version v, and the optimizer move
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+from miles.run import machine
+from miles.run.machine import MIB
 from rollout.producer import Producer
 from trainer.actor import TrainerGroup
 from trainer.contracts import ClaimedPrompt
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class PrefixOverlap:
@@ -27,6 +32,7 @@ class PrefixOverlap:
 
     def __init__(self, trainer: TrainerGroup, producer: Producer, samples: int, version: Callable[[], int]):
         self._trainer, self._producer, self._samples, self._version = trainer, producer, samples, version
+        self._met = self._drawn = False
         self._announced: set[int] = set()
         self._running: set[asyncio.Task[None]] = set()
 
@@ -57,7 +63,21 @@ class PrefixOverlap:
             await asyncio.wait(self._running)
             self._collect()
         self._announced.clear()
+        self._met = True
         assert not self._producer.in_flight, f"engines answer {self._producer.in_flight} groups with version {self._version()}, which is about to end"
+
+    async def draw_memory(self, folder: Path) -> None:
+        """Write `memory.svg`, what rank 0 held and when, once a step has been made. On a CPU the budget is what the machine has free now."""
+        if self._drawn or not self._met:
+            return
+        self._drawn = True
+        from miles.run.report import memory  # matplotlib takes a second
+
+        residency = await self._trainer.residency(machine.free_memory())
+        if residency is not None:
+            peak = residency.peak
+            memory.draw(residency, "memory of trainer rank 0 in one step").savefig(folder / "memory.svg")
+            logger.info("a trainer rank holds %.0f MiB at most, at %r: %s", residency.at(peak) / MIB, residency.moments[peak], folder / "memory.svg")
 
     def _collect(self) -> None:
         done = {task for task in self._running if task.done()}

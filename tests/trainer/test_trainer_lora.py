@@ -75,7 +75,7 @@ def test_the_reference_is_the_model_without_its_adapter(model: Path, two: Pool) 
 def test_a_reference_costs_no_parameters(model: Path) -> None:
     def count(**options: Any) -> int:
         backend = make_backend(model, algorithm={"kl_coef": 0.1}, **options)
-        models = {id(m): m for m in (backend.model, backend._reference._model)}
+        models = {id(m): m for m in (backend.model, backend._reference.model)}
         return sum(p.numel() for m in models.values() for p in m.parameters())
 
     base = sum(p.numel() for p in plain_model(model).parameters())

@@ -21,6 +21,7 @@ from miles.core.checkpoint.writer import CheckpointWriter
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import longest_sequence
 from miles.core.model.sharded import reshard
+from miles.core.planning.residency import Residency
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import ClaimedPrompt, StepResult
@@ -43,6 +44,8 @@ from trainer.rows.share import MicroBatch, share
 from trainer.split_forward import hilore
 from trainer.split_forward.activations import Activations
 from trainer.split_forward.hilore import HiLoRe, Planned
+from trainer.split_forward.residency import can_plan, local_bytes, residency_of
+from trainer.split_forward.saved import saved_bytes_of
 from trainer.split_forward.share import PromptSharing
 from weight_sync.contracts import TensorSpec
 from weight_sync.slices import Slice
@@ -169,6 +172,34 @@ class FSDPBackend:
             raise ValueError("this trainer was built without prefix_overlap: it computes prompts with their answers")
         assert version == self.version, f"engines answer with version {version}, but the trainer's weights are version {self.version}"
         self._early.prefill(prompts, open_claims)
+
+    def residency(self, budget: int | None) -> Residency | None:
+        early = self._early
+        if early is None or early.met is None or self._activations is not None or not can_plan(self.model):
+            return None
+        if self.device.type == "cuda":
+            budget = torch.cuda.mem_get_info(self.device)[1]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        reference = None if self._reference is None else self._reference.model
+        constants = {"weights": local_bytes(list(self.model.parameters())), "AdamW": local_bytes(list(self._optimizer.tensors().values()))}
+        if reference is not None and reference is not self.model:
+            constants["reference's weights"] = local_bytes(list(reference.parameters()))
+        if self._critic is not None:
+            constants["critic"] = local_bytes([*self._critic.model.parameters(), *self._critic.optimizer.tensors().values()])
+        found = residency_of(
+            early.met.plan,
+            early.met.prompt_lengths,
+            self.model,
+            saved_bytes_of(self.model, self._chunk),
+            early=early.ran,
+            reference=reference,
+            constants=constants,
+            gradients=local_bytes(trained),
+            budget=budget,
+        )
+        reshard(self.model)
+        found.check()
+        return found
 
     def step_rl(self, groups: Sequence[Group]) -> StepResult:
         """See `TrainerBackend`. Scores at a step's start are needed for later updates only: the first one's own are those."""

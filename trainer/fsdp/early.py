@@ -25,7 +25,7 @@ class EarlyPrefills:
         sharing: whose model, capacity and counts are used. longest: tokens of the longest answer. apart: as in `Ahead`.
         entropy_gradient: whether the policy's loss differentiates entropies.
     Attributes:
-        micros: of the batch that was met; None outside of a step.
+        micros: of the batch that was met; None outside of a step. met: its plan, until there is another. ran: passes of it that ran early.
     """
 
     def __init__(
@@ -41,6 +41,9 @@ class EarlyPrefills:
     ):
         self._sharing, self._policy, self._reference = sharing, policy, reference
         self.micros: list[MicroBatch] | None = None
+        self.met: Split | None = None
+        self.ran: set[int] = set()
+        self._waves_run: set[int] = set()
         self._longest, self._apart, self._temperature, self._entropy_gradient = longest, apart, temperature, entropy_gradient
         self.clear()
 
@@ -59,6 +62,7 @@ class EarlyPrefills:
             with torch.no_grad():
                 self._reference.prefill(number, split, self._temperature)
         self._policy.prefill(number, split, self._temperature, True, self._entropy_gradient)
+        self._waves_run.add(number)
         self._sharing.ahead += sum(wave.held(rank) for rank in range(self._sharing.world))
 
     def meet(self, groups: Sequence[Group]) -> None:
@@ -83,6 +87,7 @@ class EarlyPrefills:
         plans, early = self._ahead.plan({slot: len(tokens[slot]) for slot in place_of})
         self._sharing.count(plans)
         split = Split(plans[self._sharing.rank], tokens, prompt_lengths, self._sharing.device, early)
+        self.met, self.ran = split, {number for number, (wave, _) in early.items() if wave in self._waves_run}
         self.micros = micros = list[MicroBatch]()
         for number in split.replays:
             places = tuple(place_of[slot] for slot in split.plan.passes[number].samples)
@@ -101,6 +106,7 @@ class EarlyPrefills:
             thresholds=self._sharing.thresholds,
         )
         self.micros = None
+        self._waves_run.clear()
         for scorer in self._scorers:
             scorer.let_go()
 

@@ -30,7 +30,7 @@ class Scorer:
     """
 
     def __init__(self, model: PreTrainedModel, chunk: int, device: torch.device):
-        self._model, self._chunk, self._device = model, chunk, device
+        self.model, self._chunk, self._device = model, chunk, device
         self._walk: Executor | None = None
         self._early: dict[Early, PromptState] = {}
         self.readers: WeakSet[PromptState] = WeakSet()
@@ -67,7 +67,7 @@ class Scorer:
             return LossOutput(loss=total, sums=sums)
         where = row.tokens_T, row.positions_T, row.sequence_T, row.scored_N
         total = packed_loss(
-            self._model,
+            self.model,
             *where,
             of_part,
             parts,
@@ -84,7 +84,7 @@ class Scorer:
         if row.split is not None:
             return self._walk_to(row.split).replay(row.split.number, temperature, entropy, entropy_gradient)
         where = row.tokens_T, row.positions_T, row.sequence_T, row.scored_N
-        return packed_logprobs(self._model, *where, temperature, self._chunk, entropy, entropy_gradient, row.first_T)
+        return packed_logprobs(self.model, *where, temperature, self._chunk, entropy, entropy_gradient, row.first_T)
 
     def settle(self, row: Row) -> None:
         """To be called after the backward of each row in turn: what rows had in common is differentiated once all of them have been. Collective."""
@@ -94,10 +94,10 @@ class Scorer:
 
     def prefill(self, wave: int, split: Split, temperature: float, entropy: bool = False, entropy_gradient: bool = False) -> None:
         """Run the prefills that a wave's plan begins with; a plan that names them in `early` takes them over. Arguments as in `forward`. Collective."""
-        walk = Executor(self._model, split, self._chunk, readers=self.readers)
+        walk = Executor(self.model, split, self._chunk, readers=self.readers)
         walk.prefill(temperature, entropy, entropy_gradient)
         self._early |= {(wave, number): state for number, state in walk.hand_over().items()}
-        reshard(self._model)
+        reshard(self.model)
 
     def let_go(self, gone: Iterable[Early] | None = None) -> None:
         """Free prefills that ran early and are not needed; None: all of them, and the walk they were for."""
@@ -109,7 +109,7 @@ class Scorer:
     def _walk_to(self, one: SplitPass) -> Executor:
         if one.first and (self._walk is None or self._walk.split is not one.split or self._walk.begun):
             states = {number: self._early.pop(early) for number, early in one.split.early.items() if early in self._early}
-            self._walk = Executor(self._model, one.split, self._chunk, states, self.readers)
+            self._walk = Executor(self.model, one.split, self._chunk, states, self.readers)
         assert self._walk is not None, "rows of a plan are computed in its order"
         return self._walk
 
@@ -118,7 +118,7 @@ class Scorer:
         with torch.no_grad():
             logprobs_N, _ = self.forward(row, temperature, False)
             self.settle(row)
-        reshard(self._model)
+        reshard(self.model)
         return logprobs_N
 
 
@@ -128,12 +128,12 @@ class BaseScorer(Scorer):
     def forward(self, row: Row, temperature: float, entropy: bool, entropy_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
         """As `Scorer.forward`. Call without gradients: a recompute in the backward would have the adapters on."""
         assert not torch.is_grad_enabled(), "a reference is not trained"
-        with adapters_off(self._model):
+        with adapters_off(self.model):
             return super().forward(row, temperature, entropy, entropy_gradient)
 
     def prefill(self, wave: int, split: Split, temperature: float, entropy: bool = False, entropy_gradient: bool = False) -> None:
         assert not torch.is_grad_enabled(), "a reference is not trained"
-        with adapters_off(self._model):
+        with adapters_off(self.model):
             super().prefill(wave, split, temperature, entropy, entropy_gradient)
 
 

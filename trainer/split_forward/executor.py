@@ -43,9 +43,9 @@ class Split:
         device: torch.device,
         early: Mapping[int, tuple[int, int]] | None = None,
     ):
-        self.plan, self.early = plan, early or {}
+        self.plan, self.early, self.prompt_lengths = plan, early or {}, prompt_lengths
         self.places = Places(plan)
-        self._tokens, self._prompt_lengths, self._device = tokens, prompt_lengths, device
+        self._tokens, self._device = tokens, device
         self._layouts: dict[int, PassLayout] = {}
 
     @property
@@ -55,7 +55,7 @@ class Split:
 
     def layout(self, number: int) -> PassLayout:
         if number not in self._layouts:
-            self._layouts[number] = PassLayout(self.places, number, self._tokens, self._prompt_lengths, self._device)
+            self._layouts[number] = PassLayout(self.places, number, self._tokens, self.prompt_lengths, self._device)
         return self._layouts[number]
 
     def longest(self, number: int) -> int:

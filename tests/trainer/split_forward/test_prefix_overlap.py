@@ -28,6 +28,8 @@ from tests.trainer_cases import (
 )
 from trainer.contracts import ClaimedPrompt
 from trainer.fsdp.backend import FSDPBackend
+from trainer.split_forward.executor import PromptState
+from trainer.split_forward.residency import counted_bytes
 
 EXACT = 1e-12
 
@@ -167,3 +169,34 @@ def test_another_version_than_the_trainers_is_refused(model: Path) -> None:
     backend = overlapping(model)
     with pytest.raises(AssertionError, match=r"version 1, but the trainer's weights are version 0"):
         backend.prefill(announced(sharing_groups()), claims(sharing_groups()), 1)
+
+
+def test_the_memory_plan_is_what_was_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts before there are answers, by policy and reference; gradients of keys and values when a prefill's backward comes; the peak of all."""
+    backend = overlapping(model, {"max_tokens_per_microbatch": 40}, algorithm={"kl_coef": 0.1}, dtype=torch.float32)
+    gradients: list[int] = []
+    backward = PromptState.backward
+
+    def counting(state: PromptState) -> None:
+        leaves = [*state.keys, *state.values, state.last_SD]
+        gradients.append(sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
+        backward(state)
+
+    monkeypatch.setattr(PromptState, "backward", counting)
+    with SavedMeter() as meter:
+        early(backend, sharing_groups())
+        answers = meter.saved_bytes
+        assert backend._reference is not None
+        reference = sum(counted_bytes(state) for state in backend._reference._early.values())
+        backend.step_rl(sharing_groups())
+    plan = backend.residency(None)
+    assert plan is not None
+    assert plan.of_kind("prompts: policy")[0] == answers > 0
+    assert plan.of_kind("prompts: reference")[0] == reference > 0
+    assert [r.bytes for r in sorted(plan.residents, key=lambda r: r.last) if r.kind == "prompts: gradients"] == gradients
+    held = np.add(plan.of_kind("prompts: policy"), plan.of_kind("answers"))
+    assert held.max() == meter.peak_saved_bytes
+    assert plan.of_kind("weights")[0] == plan.of_kind("gradients")[-1] == sum(p.nbytes for p in backend.model.parameters())
+    with pytest.raises(ValueError, match=r"above the budget of .* Lower trainer.max_tokens_per_microbatch"):
+        backend.residency(plan.at(plan.peak) - 1)
+    assert backend.residency(plan.at(plan.peak)) is not None
