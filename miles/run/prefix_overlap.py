@@ -34,7 +34,8 @@ class PrefixOverlap:
         self._trainer, self._producer, self._samples, self._version = trainer, producer, samples, version
         self._met = self._drawn = False
         self._announced: set[int] = set()
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: list[asyncio.Task[None]] = []
+        self._failure: asyncio.Future[Any] | None = None
 
     def submitted(self, claim_ids: Sequence[int]) -> None:
         """Engines were given these. A claim that comes again has its prompt already."""
@@ -42,26 +43,25 @@ class PrefixOverlap:
         self._announced.update(new)
         prompts = [ClaimedPrompt(claim_id=c, tokens=self._producer.stream.prompt(c).tokens, count=self._samples) for c in new]
         # Ray runs a rank's calls in the order in which they are made.
-        task = self._trainer.prefill(prompts, set(self._producer.claims.in_flight()), self._version())
-        self._running.add(asyncio.ensure_future(task))
+        task = asyncio.ensure_future(self._trainer.prefill(prompts, set(self._producer.claims.in_flight()), self._version()))
+        task.add_done_callback(self._ended)
+        self._running.append(task)
 
     async def beside(self, taking: Coroutine[Any, Any, T]) -> T:
         """`taking`'s batch. Raises at once what the trainer raises meanwhile."""
-        batch = asyncio.ensure_future(taking)
+        batch, failure = asyncio.ensure_future(taking), asyncio.get_running_loop().create_future()
+        self._failure = failure
         try:
-            while not batch.done():
-                await asyncio.wait({batch, *self._running}, return_when=asyncio.FIRST_COMPLETED)
-                self._collect()
-        except BaseException:
+            await asyncio.wait({batch, failure}, return_when=asyncio.FIRST_COMPLETED)
+            return failure.result() if failure.done() else batch.result()
+        finally:
+            self._failure = None
             batch.cancel()
-            raise
-        return batch.result()
 
     async def ended(self) -> None:
         """Wait for what the trainer still computes of the prompts. Afterwards nothing reads the current version but the step itself."""
-        while self._running:
-            await asyncio.wait(self._running)
-            self._collect()
+        await asyncio.gather(*self._running)
+        self._running.clear()
         self._announced.clear()
         self._met = True
         assert not self._producer.in_flight, f"engines answer {self._producer.in_flight} groups with version {self._version()}, which is about to end"
@@ -79,8 +79,6 @@ class PrefixOverlap:
             memory.draw(residency, "memory of trainer rank 0 in one step").savefig(folder / "memory.svg")
             logger.info("a trainer rank holds %.0f MiB at most, at %r: %s", residency.at(peak) / MIB, residency.moments[peak], folder / "memory.svg")
 
-    def _collect(self) -> None:
-        done = {task for task in self._running if task.done()}
-        self._running -= done
-        for task in done:
-            task.result()
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if self._failure is not None and not self._failure.done() and not task.cancelled() and (error := task.exception()):
+            self._failure.set_exception(error)

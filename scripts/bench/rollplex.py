@@ -2,7 +2,7 @@
 
     python scripts/bench/rollplex.py               both mixes, a table; then the simulation
     python scripts/bench/rollplex.py --rounds 5 --mix prompt
-    python scripts/bench/rollplex.py --simulate    the simulation alone
+    python scripts/bench/rollplex.py --simulate    the simulation and the table of views alone
 
 Measured: Qwen3 of 4 layers x 256 (vocabulary 512), float32, KL to a reference; one process for the torch engine, one for the trainer (FSDP2,
 one rank), which take turns in every round. A step is generation and the trainer's step; weights are not published. All three make the same
@@ -10,6 +10,8 @@ plan of the same samples' lengths:
     serial      each phase alone with two threads: colocation
     rollplex    the engine with one thread beside the prompts with one thread, then the answers with two
     apart       serial, but each process has one core for itself and leaves it idle while the other works: disaggregation
+Views: what of a device's weights rollout and trainer need hold only once, by tensor-parallel degrees, in bfloat16; derived from both sides'
+name-and-slice maps, which tests compare on real tensors.
 Simulated: `miles.core.planning.overlap` with nominal figures of a GPU, which are printed. No GPU was there to measure.
 """
 
@@ -71,6 +73,7 @@ def main() -> int:
             if options.mix in (None, mix.name):
                 measure(mix, options.rounds)
     simulate()
+    tabulate_views()
     return 0
 
 
@@ -310,6 +313,30 @@ def phases_of(job: Job, machine: Machine) -> Phases:
     # Of the answers: the reference's forward, the policy's forward and backward; of the prompts: the policy's backward.
     rest = (2 + 6) * job.weights * answer_tokens / all_flops + 4 * job.weights * prompt_tokens / all_flops
     return Phases(generate=prefill + decode, prefix=prefix, rest=rest)
+
+
+def tabulate_views() -> None:
+    from miles.core.sharding.engine_layout import engine_parts, separate_parts
+    from miles.core.sharding.views import beside, saved_bytes, views
+    from trainer.megatron.architecture import Architecture
+    from trainer.megatron.layout import Layout
+    from trainer.megatron.names import parts
+
+    sizes = {"layers": 36, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_width": 128, "feed_forward": 12_288, "vocabulary": 151_936}
+    architecture = Architecture(family="qwen3", tied=False, norm_epsilon=1e-6, windows=(None,) * 36, head_norm=True, **sizes)
+    print(
+        f"\nviews, a Qwen3 of 8B; trainer's layout:\n{'engine TP':>10}{'trainer TP':>11}{'smaller shard':>15}  {'as the engine':<20}{'separate':<20}Megatron's"
+    )
+    layouts = (engine_parts, separate_parts, lambda sizes, degree, rank: parts(sizes, Layout(tensor=degree), rank)[0])
+    for engine, trainer in ((a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8)):
+        of_engine, of_trainer = beside(0, engine, trainer)
+        told = []
+        for held in layouts:
+            sides = engine_parts(architecture, engine, of_engine), held(architecture, trainer, of_trainer)
+            rows = views(*(sides if engine > trainer else sides[::-1]), itemsize=2)
+            total = sum(row.bytes for row in rows)
+            told.append(f"{saved_bytes(rows) / 2**30:.2f} GiB = {saved_bytes(rows) / total:.0%}")
+        print(f"{engine:>10}{trainer:>11}{total / 2**30:>11.2f} GiB  {told[0]:<20}{told[1]:<20}{told[2]}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -11,7 +13,10 @@ import pytest
 from miles.config import ConfigError
 from miles.run import rl
 from miles.run.prefix_overlap import PrefixOverlap
+from rollout.producer import Producer
+from tests.rollout.test_producer import SAME, Fleet, at, failed, producer, run, settle
 from tests.run.runs import learned, make_task, records, rl_recipe, weights
+from trainer.contracts import ClaimedPrompt
 
 OPTIONS = ("run.prefix_overlap=true", "model.true_on_policy=true", "algorithm.kl_coef=0.05", "run.steps=3", "checkpoint.export=true")
 
@@ -21,6 +26,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_task(tmp_path_factory.mktemp("task"))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_whose_engine_is_killed_during_the_overlap_equals_the_serial_one(task: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the third step, when the trainer has its prompts: the fresh engine takes up the old version from it, and the step goes on."""
@@ -38,6 +44,76 @@ def test_a_run_whose_engine_is_killed_during_the_overlap_equals_the_serial_one(t
     assert [{k: v for k, v in r.items() if k not in of_overlap} for r in learned(tmp_path / "overlapped")] == [
         {k: v for k, v in r.items() if k not in of_overlap} for r in serial
     ]
+
+
+class Trainer:
+    """Keeps what it is told; a call ends when the test says."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[int], set[int], int]] = []
+        self.calls: list[asyncio.Future[None]] = []
+
+    async def prefill(self, prompts: Sequence[ClaimedPrompt], open_claims: set[int], version: int) -> None:
+        assert all(prompt.count == 2 for prompt in prompts)
+        self.told.append(([prompt.claim_id for prompt in prompts], open_claims, version))
+        self.calls.append(asyncio.get_running_loop().create_future())
+        await self.calls[-1]
+
+
+def overlapped(dynamic_sampling: bool = False) -> tuple[Fleet, Trainer, Producer, PrefixOverlap]:
+    fleet, trainer = Fleet(), Trainer()
+    made = producer(fleet, dynamic_sampling=dynamic_sampling)
+    overlap = PrefixOverlap(trainer, made, 2, lambda: 7)  # type: ignore[arg-type]
+    made.submitted = overlap.submitted
+    return fleet, trainer, made, overlap
+
+
+def test_prompts_are_announced_once_and_dropped_groups_are_no_longer_open() -> None:
+    """The second round has a retried claim, whose prompt the trainer has, and one in the place of a group that teaches nothing."""
+
+    async def test() -> None:
+        fleet, trainer, made, overlap = overlapped(dynamic_sampling=True)
+        taking = asyncio.ensure_future(overlap.beside(made.take(7)))
+        await settle()
+        await fleet.answer([0, 1], at(7))
+        await fleet.answer([2], at(7, SAME))
+        await fleet.answer([3], failed)
+        assert trainer.told == [([0, 1, 2, 3], {0, 1, 2, 3}, 7), ([4], {0, 1, 3, 4}, 7)]
+        await fleet.answer([3, 4], at(7))
+        assert [g.claim_id for g in (await taking).groups] == [0, 1, 3, 4]
+        ending = asyncio.ensure_future(overlap.ended())
+        await settle()
+        assert not ending.done(), "the trainer still computes prompts"
+        for call in trainer.calls:
+            call.set_result(None)
+        await ending
+
+    run(test)
+
+
+def test_a_trainer_that_fails_ends_the_wait_for_answers_at_once() -> None:
+    async def test() -> None:
+        _, trainer, made, overlap = overlapped()
+        taking = asyncio.ensure_future(overlap.beside(made.take(7)))
+        await settle()
+        trainer.calls[0].set_exception(RuntimeError("a rank died"))
+        with pytest.raises(RuntimeError, match="a rank died"):
+            await taking
+
+    run(test)
+
+
+def test_engines_that_still_answer_with_the_old_version_are_found_out() -> None:
+    async def test() -> None:
+        _, trainer, made, overlap = overlapped()
+        taking = asyncio.ensure_future(made.take(7))
+        await settle()
+        trainer.calls[0].set_result(None)
+        with pytest.raises(AssertionError, match="engines answer 4 groups with version 7, which is about to end"):
+            await overlap.ended()
+        taking.cancel()
+
+    run(test)
 
 
 @pytest.mark.parametrize(
