@@ -57,7 +57,7 @@ METRICS: dict[str, str] = {
     "activations/saved_mib": "most that a micro-batch held for its backward, MiB",
     "activations/budget_mib": "what it may hold, MiB",
     "activations/risk": "planned error of the gradient from 8-bit activations, relative to the running mean of its norm",
-    "sharing/ahead": "of those, what was computed before there were answers (run.prefix_overlap)",
+    "sharing/ahead": "tokens computed before there were answers, those of dropped prompts too, per token of those (run.prefix_overlap)",
     # engine against trainer
     "mismatch/logprob_abs_mean": "mean |engine log-prob - trainer log-prob| over trained tokens",
     "mismatch/logprob_abs_max": "largest |engine log-prob - trainer log-prob|; 0.0 with true_on_policy",

@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 import numpy as np
 import torch
 
+from miles.data.common import Tokens
 from miles.data.packing import pack
 from miles.data.types import Group
 from trainer.contracts import ClaimedPrompt
@@ -15,7 +16,6 @@ from trainer.rows.share import DUMMY, MicroBatch
 from trainer.split_forward.ahead import Ahead
 from trainer.split_forward.executor import Split, SplitPass
 from trainer.split_forward.share import PromptSharing
-from trainer.split_forward.tree import Tokens
 
 
 class EarlyPrefills:
@@ -85,6 +85,10 @@ class EarlyPrefills:
                 place_of[slot] = len(place_of)
         assert len(place_of) == len(samples), "a group has more samples than its prompt was announced with"
         plans, early = self._ahead.plan({slot: len(tokens[slot]) for slot in place_of})
+        # Where a group lies on several ranks, one of them may have none of the samples that came back.
+        unused = {(number, n) for number, wave in enumerate(self._ahead.waves) for n in range(wave.early)} - set(early.values())
+        for scorer in self._scorers:
+            scorer.let_go(unused)
         self._sharing.count(plans)
         split = Split(plans[self._sharing.rank], tokens, prompt_lengths, self._sharing.device, early)
         self.met, self.ran = split, {number for number, (wave, _) in early.items() if wave in self._waves_run}

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from miles.core.planning.hardware import HardwareSpec
 from miles.core.planning.plan import Plan
 from miles.core.planning.workload import Workload
+from miles.data.common import Tokens
 from trainer.contracts import ClaimedPrompt
 from trainer.split_forward.planner import THRESHOLDS, Batch, Builder, parts_of, predict, tails_of, take_pass, units_of
 from trainer.split_forward.schedule import Frame, flatten, frames, refilled
-from trainer.split_forward.tree import Node, Tokens, build_tree
+from trainer.split_forward.tree import Node, build_tree
 
 Early = tuple[int, int]
 """A prefill that can run early: its wave, and its number in the wave's plans."""
