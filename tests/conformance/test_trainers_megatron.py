@@ -54,6 +54,11 @@ FOUR = {
 }
 
 
+def _full(*layouts: str) -> list[Any]:
+    """For the long matrix alone."""
+    return [pytest.param(layout, marks=pytest.mark.full) for layout in layouts]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied, over 50 tokens: no layout divides the vocabulary. Eight layers, for four stages of two pieces."""
@@ -223,7 +228,7 @@ def test_gradients_of_experts_on_four_ranks(experts: Path, four: Pool, layout: s
     assert relative_difference(found, plain_gradients(experts, mixed_groups(), per_expert=True)) < 1e-5
 
 
-@pytest.mark.parametrize("layout", EXPERTS_TWO)
+@pytest.mark.parametrize("layout", ["experts over tensor", "pipeline", *_full("experts over data", "experts on every tensor rank")])
 def test_gradients_of_latent_attention_and_biased_routing(latent: Path, two: Pool, layout: str) -> None:
     """transformers computes norms and routes in float32: a floor that is not ours."""
     found = two.run(gradients_and_metrics, latent, mixed_groups(), EXPERTS_TWO[layout] | {"max_tokens_per_microbatch": 25})[0][0]
@@ -237,7 +242,7 @@ def test_gradients_of_latent_attention_on_four_ranks(latent: Path, four: Pool, l
     assert relative_difference(found, plain_gradients(latent, mixed_groups(), per_expert=True)) < 1e-5
 
 
-@pytest.mark.parametrize("layout", ["experts over data", "experts over tensor"])
+@pytest.mark.parametrize("layout", ["experts over tensor", *_full("experts over data")])
 @pytest.mark.parametrize("family", ["experts", "latent"])
 def test_experts_leave_as_they_came_and_resume(request: pytest.FixtureRequest, family: str, two: Pool, layout: str, tmp_path: Path) -> None:
     experts = request.getfixturevalue(family)
@@ -332,7 +337,7 @@ def trained_on_pairs(rank: int, world: int, path: Path, objective: Any, trainer:
     return weights(backend), metrics
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline", pytest.param("data", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["pipeline", *_full("tensor", "data")])
 def test_steps_with_a_critic_are_those_of_fsdp(model: Path, two: Pool, layout: str, tmp_path: Path) -> None:
     """Four steps of which the first is the critic's alone, and the last two again from a checkpoint."""
     alone, expected, _ = trained_with_critic(0, 1, model, SMOOTH, tmp_path / "fsdp" / "step_00000002")
@@ -361,7 +366,7 @@ def trained_with_critic(rank: int, world: int, path: Path, trainer: dict[str, An
     return found, metrics, again
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline", pytest.param("data", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", ["tensor", *_full("pipeline", "data")])
 def test_steps_beside_a_teacher_are_those_of_fsdp(model: Path, llama: Path, two: Pool, layout: str) -> None:
     """A teacher of another family and width, beside rewards; and how far it is at the end."""
     alone, expected, far = trained_beside(0, 1, model, llama, SMOOTH)
@@ -432,7 +437,7 @@ def reduced_shares(backend: Any) -> Iterator[Any]:
         yield found, whole
 
 
-@pytest.mark.parametrize(("layout", "kl_coef"), [("tensor", 0.3), ("pipeline", 0.0), ("data", 0.0)])
+@pytest.mark.parametrize(("layout", "kl_coef"), [("tensor", 0.3), ("pipeline", 0.0), pytest.param("data", 0.0, marks=pytest.mark.full)])
 def test_gradients_of_adapters_are_pefts(model: Path, two: Pool, layout: str, kl_coef: float) -> None:
     """Against a reference, which is the model without them; recomputed over the pipeline."""
     oracle = peft_model(model, lora=LORA)
@@ -444,7 +449,7 @@ def test_gradients_of_adapters_are_pefts(model: Path, two: Pool, layout: str, kl
     assert relative_difference(found, expected) < (1e-9 if kl_coef else EXACT)
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", ["tensor", *_full("pipeline")])
 def test_adapters_learn_alone_and_peft_reads_them(model: Path, two: Pool, layout: str, tmp_path: Path) -> None:
     """The base keeps its bytes; engines get adapters and nothing else; a resumed run is the one that went on; an export has them merged in."""
     same, specs, after, again = two.run(train_adapters, model, TWO[layout], tmp_path)[0]
