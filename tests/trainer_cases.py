@@ -122,7 +122,7 @@ def make_backend(
         _PATCHED.forward = _exact_norm
     else:
         _PATCHED.forward = _NORM
-    config = TrainerConfig(**({"lr": 1e-3, "clip_norm": float("inf")} | (trainer or {})))
+    config = TrainerConfig(**({"lr": 1e-3, "clip_norm": float("inf"), "ranks": world} | (trainer or {})))
     return backend_class(config)(
         ModelConfig(path=str(path), **(model or {})),
         config,

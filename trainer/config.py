@@ -48,8 +48,11 @@ class TrainerConfig(OptimizerConfig):
     backend: Literal["fsdp", "megatron"] = Field(
         "fsdp", description="fsdp: FSDP2 on any transformers causal language model; megatron: Megatron-Core, for models whose layers must be divided"
     )
-    ranks: int = Field(1, ge=1, description="ranks, one process each: data-parallel (fsdp), or data- x tensor- x pipeline-parallel (megatron)")
-    tensor_parallel: int = Field(1, ge=1, description="megatron: ranks that share the heads and columns of each layer")
+    ranks: int = Field(1, ge=1, description="ranks, one process each: data- x tensor-parallel, with megatron also x pipeline-parallel")
+    replicas: int = Field(
+        1, ge=1, description="fsdp: copies of the model, each sharded over ranks / replicas of them (HSDP), for nodes with slow links between them"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="ranks that share the heads and columns of each layer")
     pipeline_parallel: int = Field(1, ge=1, description="megatron: stages of layers, one behind the other")
     pipeline_chunks: int = Field(1, ge=1, description="megatron: pieces of the model on each stage; more than one interleaves them for shorter idle times")
     expert_parallel: int = Field(1, ge=1, description="megatron: ranks that share the experts of a layer; they are data- and tensor-parallel otherwise")
@@ -69,6 +72,10 @@ class TrainerConfig(OptimizerConfig):
     activation_risk: float = Field(
         0.01, ge=0, description="hilore: error of an optimizer step's gradient that 8-bit activations may cause, relative to its norm; 0: exact, none is used"
     )
+    offload: bool = Field(
+        False, description="fsdp: weights, gradients and AdamW stay in CPU memory and are updated there; a GPU has what is gathered, layer by layer"
+    )
+    frozen: list[str] = Field([], description='fsdp: parameters that stay as they are, by name, * for anything: ["model.embed_tokens.*", "model.layers.0.*"]')
     prompt_sharing: bool = Field(
         False, description="what sequences begin with in common is computed once, attention and memory included; false: once in each row, attention excepted"
     )
@@ -76,12 +83,26 @@ class TrainerConfig(OptimizerConfig):
 
     @model_validator(mode="after")
     def _parallel(self) -> TrainerConfig:
-        for option in ("tensor_parallel", "pipeline_parallel", "pipeline_chunks", "expert_parallel"):
+        for option in ("pipeline_parallel", "pipeline_chunks", "expert_parallel"):
             if self.backend == "fsdp" and getattr(self, option) > 1:
                 raise ValueError(f"trainer.{option} = {getattr(self, option)} needs trainer.backend = 'megatron': fsdp shards parameters over all its ranks")
         if self.activations == "hilore" and (self.backend == "megatron" or self.prompt_sharing):
             other = "trainer.backend = 'megatron'" if self.backend == "megatron" else "trainer.prompt_sharing"
             raise ValueError(f"trainer.activations = 'hilore' is not there for {other}: use 'recompute', or leave that out")
+        if self.backend == "fsdp" and self.ranks % (self.replicas * self.tensor_parallel):
+            raise ValueError(
+                f"trainer.ranks = {self.ranks} does not divide by trainer.replicas x trainer.tensor_parallel = {self.replicas} x {self.tensor_parallel}"
+            )
+        divided = self.backend == "fsdp" and self.tensor_parallel > 1
+        for wanted, what in ((self.prompt_sharing, "trainer.prompt_sharing"), (self.activations == "hilore", "trainer.activations = 'hilore'")):
+            if divided and wanted:
+                raise ValueError(f"trainer.tensor_parallel = {self.tensor_parallel} does not go with {what}: leave one of them out")
+        if self.backend == "megatron" and self.offload:
+            raise ValueError("trainer.offload = true is for trainer.backend = 'fsdp': leave it out")
+        if self.backend == "megatron" and self.frozen:
+            raise ValueError(f"trainer.frozen = {self.frozen} is for trainer.backend = 'fsdp': leave it out")
+        if self.backend == "megatron" and self.replicas > 1:
+            raise ValueError(f"trainer.replicas = {self.replicas} is for trainer.backend = 'fsdp': megatron's data-parallel ranks are replicas already")
         if self.backend == "megatron" and self.prompt_sharing:
             raise ValueError("trainer.prompt_sharing is not there for trainer.backend = 'megatron': leave it out, or use 'fsdp'")
         return self

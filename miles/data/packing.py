@@ -79,22 +79,51 @@ def pack(samples: Sequence[Sample]) -> Packed:
     )
 
 
-def partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Share out indices 0..len(lengths)-1 over `parts`, balanced by the sum of lengths: longest first to the least loaded part.
+def balanced_rows(lengths: Sequence[int], costs: Sequence[float], ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Share out indices 0..len(lengths)-1 over ranks and, within a rank, over rows of at most `max_tokens` tokens: `[rank][row]`.
 
-    Deterministic: ties go to the lower index and the lower part. Every index is in exactly one part, each part is in rising
-    order, and a part is empty only where there are fewer sequences than parts. The heaviest part is at most 4/3 of the optimum
-    (Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
+    Ranks meet in every row (FSDP gathers a layer for all of them), so the rows that are computed at one time must cost the same, and not only
+    the ranks' sums. The number of rows is the least that holds everything; each sequence goes, the costliest first, to the cheapest row that
+    has room (Graham, Bounds on Multiprocessing Timing Anomalies, 1969); rows of similar cost are then dealt out to the ranks together.
+
+    Deterministic. Every index is in exactly one row, in rising order there; all ranks have the same number of rows, the costliest first, and
+    a row is empty only for want of sequences. One longer than `max_tokens` is alone in its row.
+
+    Example: lengths = costs = 6 5 4 3 2, two ranks, max_tokens 8: one rank has rows [0] and [2], the other [1] and [3, 4]. They compute 6
+    beside 5, then 4 beside 5.
     """
-    assert parts >= 1
-    shares: list[list[int]] = [[] for _ in range(parts)]
-    # The second key keeps parts equal in count where lengths are 0.
-    loads = [(0, 0)] * parts
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        least = min(range(parts), key=lambda p: (loads[p], p))
-        shares[least].append(index)
-        loads[least] = (loads[least][0] + lengths[index], loads[least][1] + 1)
-    return [sorted(share) for share in shares]
+    assert ranks >= 1
+    assert max_tokens >= 1
+    most = -(-len(lengths) // ranks)
+    count = min(most, -(-sum(lengths) // (ranks * max_tokens)))
+    rows = _fill(lengths, costs, ranks * count, max_tokens)
+    while rows is None:  # with a row for each sequence everything fits
+        count += 1
+        rows = _fill(lengths, costs, ranks * count, max_tokens)
+    rows.sort(key=lambda row: (-sum(costs[i] for i in row), row))
+    plans: list[list[list[int]]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for start in range(0, len(rows), ranks):
+        least_first = sorted(range(ranks), key=lambda r: (loads[r], r))
+        for rank, row in zip(least_first, rows[start : start + ranks], strict=True):
+            plans[rank].append(row)
+            loads[rank] += sum(costs[i] for i in row)
+    return plans
+
+
+def _fill(lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int) -> list[list[int]] | None:
+    """`count` rows; None where the sequences do not find room in them."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    load_C, used_C = np.zeros(count), np.zeros(count, np.int64)
+    for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], -lengths[i], i)):
+        room_C = (used_C + lengths[index] <= max_tokens) | (used_C == 0)
+        if not room_C.any():
+            return None
+        row = int(np.where(room_C, load_C, np.inf).argmin())
+        rows[row].append(index)
+        load_C[row] += costs[index]
+        used_C[row] += lengths[index]
+    return [sorted(row) for row in rows]
 
 
 def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

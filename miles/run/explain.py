@@ -8,7 +8,7 @@ from pathlib import Path
 from miles.config import ConfigError, Section, load, read_recipe
 from miles.run import preflight
 from miles.run.demands import engine_demands, sum_text, teacher_demands, total, trainer_demands
-from miles.run.recipe import DistillRecipe, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, SupervisedRecipe
+from miles.run.recipe import DistillRecipe, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, SupervisedRecipe, lora_of
 from miles.tracking.redact import redact
 
 KINDS: dict[str, type[Section]] = {
@@ -95,7 +95,9 @@ def _trainer_arithmetic(recipe: RLRecipe | SupervisedRecipe, longest: str) -> It
     ranks, limit = recipe.trainer.ranks, recipe.trainer.max_tokens_per_microbatch
     if recipe.trainer.backend == "megatron":
         yield from preflight.megatron_plan(recipe.model, recipe.trainer)
-        ranks //= recipe.trainer.tensor_parallel * recipe.trainer.pipeline_parallel
+    else:
+        yield from preflight.fsdp_plan(recipe.model, recipe.trainer, lora_of(recipe))
+    ranks //= recipe.trainer.tensor_parallel * recipe.trainer.pipeline_parallel
     yield (
         f"micro-batches: each of {ranks} data-parallel rank{'s' * (ranks > 1)} packs its share of an optimizer step into rows of at most {limit} tokens "
         f"({longest}); the loss is divided by global counts, so this split changes memory and speed, not the gradient"

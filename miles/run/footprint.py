@@ -26,7 +26,12 @@ def parameters(path: Path) -> int:
     """Parameters in a model directory, from its safetensors headers; 0 when it has no safetensors file (its size is then unknown).
 
     Raises ConfigError when such a file is not one: cut short, or the pointer that Git LFS leaves where a file was not fetched."""
-    return sum(math.prod(entry["shape"]) for file in path.glob("*.safetensors") for name, entry in _header(file).items() if name != "__metadata__")
+    return sum(math.prod(shape) for shape in shapes(path).values())
+
+
+def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a model directory, by name. Raises as `parameters`."""
+    return {name: tuple(entry["shape"]) for file in path.glob("*.safetensors") for name, entry in _header(file).items() if name != "__metadata__"}
 
 
 def adapter_parameters(path: Path, lora: LoraConfig) -> int:
@@ -54,22 +59,22 @@ def trainer_terms(model: ModelConfig, trainer: TrainerConfig, count: int, *, ref
             count * (copies * _COPY_BYTES + 8)
         )
         return terms | ({f"{copies} x reference model": copies * _mib(count * _BYTES[model.dtype])} if reference else {})
+    copies = trainer.replicas
+    times = f" x {copies} replicas" if copies > 1 else ""
     if adapters is None:
-        terms[f"{count:,} parameters x {_TRAINING_BYTES} B (float32 weights, gradients, AdamW)"] = _mib(count * _TRAINING_BYTES)
+        terms[f"{count:,} parameters{times} x {_TRAINING_BYTES} B (float32 weights, gradients, AdamW)"] = copies * _mib(count * _TRAINING_BYTES)
     else:
-        terms[f"{count:,} frozen parameters x 4 B"] = _mib(count * 4)
-        terms[f"{adapters:,} parameters of adapters x {_TRAINING_BYTES} B (float32 weights, gradients, AdamW)"] = _mib(adapters * _TRAINING_BYTES)
-    terms |= {
-        f"{ranks} x the whole model while it loads": ranks * _mib(count * 4),
-    }
+        terms[f"{count:,} frozen parameters{times} x 4 B"] = copies * _mib(count * 4)
+        trained = f"{adapters:,} parameters of adapters{times} x {_TRAINING_BYTES} B (float32 weights, gradients, AdamW)"
+        terms[trained] = copies * _mib(adapters * _TRAINING_BYTES)
     if reference and adapters is None:
-        terms["reference model"] = _mib(count * _BYTES[model.dtype])
+        terms["reference model"] = copies * _mib(count * _BYTES[model.dtype])
     return terms
 
 
 def teacher_terms(count: int, trainer: TrainerConfig) -> dict[str, int]:
-    """MiB by reason; each rank reads a teacher of `count` parameters whole and keeps its share, in float32."""
-    return {"teacher": _mib(count * 4), f"{trainer.ranks} x the whole teacher while it loads": trainer.ranks * _mib(count * 4)}
+    """MiB by reason; the ranks of a replica share a teacher of `count` parameters, in float32."""
+    return {"teacher": trainer.replicas * _mib(count * 4)}
 
 
 def teacher_engine_terms(model: ModelConfig, config: TeacherEngineConfig, count: int) -> dict[str, int]:
@@ -82,12 +87,11 @@ def teacher_engine_terms(model: ModelConfig, config: TeacherEngineConfig, count:
     }
 
 
-def critic_terms(count: int, trainer: TrainerConfig) -> dict[str, int]:
-    """MiB by reason; a critic of `count` parameters is trained as the policy is, beside it."""
-    return {
-        f"critic: {count:,} parameters x {_TRAINING_BYTES} B": _mib(count * _TRAINING_BYTES),
-        f"{trainer.ranks} x the whole critic while it loads": trainer.ranks * _mib(count * 4),
-    }
+def critic_terms(count: int, trainer: TrainerConfig, *, whole: bool) -> dict[str, int]:
+    """MiB by reason; a critic of `count` parameters is trained as the policy is, beside it. `whole`: it may be a reward model, which each rank
+    reads whole."""
+    terms = {f"critic: {count:,} parameters x {_TRAINING_BYTES} B": trainer.replicas * _mib(count * _TRAINING_BYTES)}
+    return terms | ({f"{trainer.ranks} x the whole critic while it loads": trainer.ranks * _mib(count * 4)} if whole else {})
 
 
 def engine_terms(model: ModelConfig, rollout: RolloutConfig, count: int) -> dict[str, int]:

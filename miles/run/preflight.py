@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from miles.tracking.wandb_sink import has_key
 from rollout.endpoint import check_endpoint
 from rollout.rewards.registry import resolve
 from trainer.config import TrainerConfig
+from trainer.fsdp.plan import describe
 from weight_sync.config import WeightSyncConfig
 from weight_sync.contracts import WeightSyncError
 from weight_sync.transports.delta_store import WeightStore
@@ -62,7 +64,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
         terms |= footprint.teacher_engine_terms(recipe.model, teachers, footprint.parameters(Path(distill.teacher)))
     if recipe.critic is not None:
         critic = count if recipe.critic.path is None else footprint.parameters(Path(recipe.critic.path))
-        terms |= footprint.critic_terms(critic, recipe.trainer)
+        terms |= footprint.critic_terms(critic, recipe.trainer, whole=recipe.critic.path is not None)
     terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
     sent = count if adapters is None else adapters
     terms |= footprint.transport_terms(recipe.model, recipe.weight_sync.transport, sent)
@@ -209,6 +211,17 @@ def megatron_plan(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig |
         return list(describe(trainer, architecture, bfloat16=model.dtype == "bfloat16"))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def fsdp_plan(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig | None) -> list[str]:
+    """`trainer.fsdp.plan.describe` of a recipe; nothing for a model whose files are not here, or are no safetensors."""
+    folder = Path(model.path)
+    shapes = footprint.shapes(folder)
+    if not shapes:
+        return []
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    adapters = None if lora is None else footprint.adapter_parameters(folder, lora)
+    return list(describe(trainer, shapes, described.get("text_config", described), bfloat16=model.dtype == "bfloat16", adapters=adapters))
 
 
 def _check_tracking(tracking: TrackingConfig) -> None:

@@ -119,6 +119,12 @@ class RLRecipe(Section):
             raise ValueError(f"model.true_on_policy needs model.dtype = 'float32', not {self.model.dtype!r}")
         if self.lora is not None and self.model.true_on_policy and self.lora.dora:
             raise ValueError("model.true_on_policy with lora.dora = true, whose layers have no batch-invariant version: leave one of them out")
+        divided = self.trainer.backend == "fsdp" and (self.trainer.replicas > 1 or self.trainer.tensor_parallel > 1)
+        if self.weight_sync.transport == "p2p" and divided:
+            raise ValueError(
+                "weight_sync.transport = 'p2p' sends the rows that fsdp's ranks have, with trainer.replicas = 1 and trainer.tensor_parallel = 1 alone: "
+                "use 'tensor' or 'broadcast'"
+            )
         if self.lora is not None and self.rollout.engine == "sglang":
             raise ValueError("[lora] with rollout.engine = 'sglang' is not there yet: use rollout.engine = 'torch', or leave [lora] out")
         return self

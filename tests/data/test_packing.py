@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles.data.packing import microbatches, pack, partition
+from miles.data.packing import balanced_rows, microbatches, pack
 from miles.data.types import Sample, Status
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=40)
@@ -57,23 +57,41 @@ def test_a_sample_without_a_response_adds_tokens_and_no_target():
     assert packed.sequence_N.tolist() == [1]
 
 
-@given(LENGTHS, st.integers(1, 6))
-def test_partition_gives_every_index_to_one_part(lengths, parts):
-    shares = partition(lengths, parts)
-    assert len(shares) == parts
-    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+@given(LENGTHS, st.integers(1, 6), st.integers(1, 300))
+def test_balanced_rows_hold_every_index_once_within_the_bound(lengths, ranks, max_tokens):
+    plans = balanced_rows(lengths, [float(n * n) for n in lengths], ranks, max_tokens)
+    assert len(plans) == ranks
+    assert len({len(plan) for plan in plans}) == 1
+    rows = [row for plan in plans for row in plan]
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(len(row) <= 1 or sum(lengths[i] for i in row) <= max_tokens for row in rows)
 
 
-@given(LENGTHS.filter(bool), st.integers(1, 6))
-def test_partition_spread_is_at_most_the_longest_sequence(lengths, parts):
-    loads = [sum(lengths[i] for i in share) for share in partition(lengths, parts)]
-    assert max(loads) - min(loads) <= max(lengths)
+@given(LENGTHS, st.integers(1, 6), st.integers(1, 300))
+def test_a_balanced_row_is_empty_only_for_want_of_sequences(lengths, ranks, max_tokens):
+    rows = [row for plan in balanced_rows(lengths, lengths, ranks, max_tokens) for row in plan]
+    assert sum(not row for row in rows) == max(0, len(rows) - len(lengths))
 
 
-@given(LENGTHS, st.integers(1, 6))
-def test_partition_leaves_a_part_empty_only_for_want_of_sequences(lengths, parts):
-    empty = sum(not share for share in partition(lengths, parts))
-    assert empty == max(0, parts - len(lengths))
+@given(st.lists(st.integers(1, 64), min_size=64, max_size=128), st.integers(2, 4))
+def test_rows_that_are_computed_at_one_time_differ_by_no_more_than_a_sequence(lengths, ranks):
+    costs = [float(n * n) for n in lengths]
+    for step in zip(*balanced_rows(lengths, costs, ranks, 256), strict=True):
+        heavy, light = (f(step, key=lambda row: sum(costs[i] for i in row)) for f in (max, min))
+        assert sum(costs[i] for i in heavy) - sum(costs[i] for i in light) <= max(costs)
+
+
+def test_the_balance_is_of_costs_where_those_grow_faster_than_lengths():
+    """One sequence of 100 beside ten of 10: equal tokens, ten times the cost."""
+    lengths = [100] + [10] * 10 + [30] * 9
+    plans = balanced_rows(lengths, [n * n for n in lengths], 2, 1000)
+    loads = [sum(lengths[i] ** 2 for row in plan for i in row) for plan in plans]
+    assert max(loads) == 10_000
+    assert min(loads) == 10 * 100 + 9 * 900
+
+
+def test_the_worked_example_of_balanced_rows():
+    assert balanced_rows([6, 5, 4, 3, 2], [6, 5, 4, 3, 2], 2, 8) == [[[0], [2]], [[1], [3, 4]]]
 
 
 @given(LENGTHS, st.integers(1, 300))

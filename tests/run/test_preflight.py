@@ -173,10 +173,17 @@ def test_more_memory_than_there_is_shows_the_arithmetic(recipe):
 
 def test_a_critic_is_counted_and_its_folder_checked(recipe, tiny_model):
     ppo = ("algorithm.advantages=gae", "trainer.ranks=100000", "cluster.cpus=200000")
-    assert "100000 x the whole critic while it loads" in refused(recipe(*ppo, "critic={}"))
+    assert "100000 x the whole critic while it loads" in refused(recipe(*ppo, f"critic.path={tiny_model}"))
     assert "critic.path = './none' is no folder" in refused(recipe(*ppo, "critic.path=./none"))
     count = 10**6
-    assert footprint.critic_terms(count, TrainerConfig(ranks=2)) == {"critic: 1,000,000 parameters x 16 B": 16, "2 x the whole critic while it loads": 8}
+    alone = {"critic: 1,000,000 parameters x 16 B": 16}
+    assert footprint.critic_terms(count, TrainerConfig(ranks=2), whole=False) == alone
+    assert footprint.critic_terms(count, TrainerConfig(ranks=2), whole=True) == alone | {"2 x the whole critic while it loads": 8}
+
+
+def test_replicas_hold_the_model_once_each():
+    held = [footprint.trainer_terms(ModelConfig(path="m"), TrainerConfig(ranks=4, replicas=n), 10**6, reference=True) for n in (1, 2)]
+    assert [sum(size for reason, size in terms.items() if "ranks" not in reason) for terms in held] == [16 + 4, 2 * (16 + 4)]
 
 
 def test_more_shared_memory_than_there_is_shows_the_arithmetic(recipe):

@@ -21,7 +21,9 @@ from miles.core.checkpoint.writer import CheckpointWriter
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import longest_sequence
 from miles.core.model.sharded import reshard
+from miles.core.planning.hardware import hardware_of
 from miles.core.planning.residency import Residency
+from miles.core.planning.workload import workload_of
 from miles.data.types import Group, Sample
 from trainer.config import CriticConfig, TrainerConfig
 from trainer.contracts import ClaimedPrompt, StepResult
@@ -29,6 +31,7 @@ from trainer.fsdp.critic import Critic, build_critic
 from trainer.fsdp.distill import Distiller, build_distiller
 from trainer.fsdp.early import EarlyPrefills
 from trainer.fsdp.export import AdapterExporter, Exporter
+from trainer.fsdp.mesh import open_mesh
 from trainer.fsdp.model import build_model, compute_dtype_of
 from trainer.fsdp.optimizer import Optimizer
 from trainer.fsdp.pairs import PairLoss
@@ -95,13 +98,16 @@ class FSDPBackend:
         self._temperature, self._max_new_tokens, self._seed = temperature, max_new_tokens, seed
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
+        self._mesh = open_mesh(trainer, rank, world, self.device)
         rng.seed_all(seed, rank)
-        build = partial(build_model, model, master_dtype=master_dtype, world=world, device=self.device)
+        _check(model, trainer, lora)
+        build = partial(build_model, model, master_dtype=master_dtype, mesh=self._mesh, device=self.device)
         rewards = isinstance(pairs, RewardModelConfig)
         if rewards and lora is not None:
             raise ValueError("[lora] trains a policy; a reward model is trained whole: leave [lora] out")
         self._activations = None if trainer.activations == "keep" else Activations()
-        self.model = build(activations=self._activations, reward_seed=seed if rewards else None, lora=lora, lora_seed=seed)
+        reward_seed = seed if rewards else None
+        self.model = build(activations=self._activations, reward_seed=reward_seed, lora=lora, lora_seed=seed, frozen=trainer.frozen)
         self._hilore: HiLoRe | None = None
         if trainer.activations == "hilore":
             if pairs is not None or distill is not None:
@@ -113,13 +119,16 @@ class FSDPBackend:
             self._hilore = HiLoRe(self.model, self._activations, *budgets, world=world, threads=trainer.threads, device=self.device)
         self._chunk = trainer.chunk(self.model.config.get_text_config().vocab_size)
         self._policy = Scorer(self.model, self._chunk, self.device)
+        self._workload, self._hardware = workload_of(self.model), hardware_of(self.device.type, trainer.threads)
         self._sharing: PromptSharing | None = None
         if trainer.prompt_sharing:
             if rewards or distill is not None:
                 what = "a reward model" if rewards else "a teacher over whole rows"
                 raise ValueError(f"trainer.prompt_sharing = true computes log-probs, and this trainer needs {what}: set it to false")
             capacity = trainer.max_tokens_per_microbatch
-            self._sharing = PromptSharing(self.model, rank, world, capacity, trainer.threads, self.device, compute_dtype_of(model, master_dtype))
+            self._sharing = PromptSharing(
+                self.model, self._mesh.data_rank, self._mesh.data_world, capacity, trainer.threads, self.device, compute_dtype_of(model, master_dtype)
+            )
         self._reference: Scorer | None = None
         self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
         if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):
@@ -138,7 +147,7 @@ class FSDPBackend:
                 temperature=temperature,
                 chunk=self._chunk,
                 master_dtype=master_dtype,
-                world=world,
+                mesh=self._mesh,
                 device=self.device,
             )
         self._early: EarlyPrefills | None = None
@@ -158,7 +167,7 @@ class FSDPBackend:
         self._optimizer = Optimizer(self.model, trainer, total_steps)
         self._critic: Critic | None = None
         if critic is not None:
-            self._critic = build_critic(critic, model, trainer, master_dtype=master_dtype, world=world, device=self.device, total_steps=total_steps)
+            self._critic = build_critic(critic, model, trainer, master_dtype=master_dtype, mesh=self._mesh, device=self.device, total_steps=total_steps)
         dtype = compute_dtype_of(model, master_dtype)
         self._exporter = Exporter(self.model, dtype, rank, rewards, lora)
         self._adapters = None if lora is None else AdapterExporter(self.model, lora, dtype, rank)
@@ -222,7 +231,7 @@ class FSDPBackend:
         rows = [[self._policy.row(micro, advantages) for micro in update] for update in updates]
         if self._critic is not None:
             shares = [self._share(batch.samples, places, whole=True) for places in batch.updates]
-            more |= self._critic.step(batch, shares, [[self._policy.row(micro) for micro in own] for own in shares], rewards, found, self.world)
+            more |= self._critic.step(batch, shares, [[self._policy.row(micro) for micro in own] for own in shares], rewards, found, self._mesh)
         policy_waits = self._critic is not None and self._critic.alone(self.version)
         for number, update in enumerate(rows if not policy_waits else []):
             for row in update:
@@ -286,7 +295,7 @@ class FSDPBackend:
                 for name, value in out.sums.items():
                     meters.add(name, value)
         reshard(self.model)
-        found = meters.reduced(pairs, self.world)
+        found = meters.reduced(pairs, self._mesh.data_world, self._mesh.data_group)
         return {f"eval/preference_{name}": found[f"preference/{name}"] for name in ("accuracy", "margin", "loss")}
 
     def logprobs(self, samples: Sequence[Sample], reference: bool = False) -> list[list[float]]:
@@ -299,9 +308,7 @@ class FSDPBackend:
     def divergence(self, samples: Sequence[Sample]) -> float:
         if self._distiller is None:
             raise ValueError("there is no teacher: it is loaded where the recipe has a [distill] section")
-        total = self._distiller.total(self._rows(samples))
-        if self.world > 1:
-            dist.all_reduce(total)
+        total = self._mesh.summed(self._distiller.total(self._rows(samples)))
         return float(total) / max(count(samples, self._max_new_tokens).tokens, 1)
 
     def weight_specs(self) -> Sequence[TensorSpec]:
@@ -376,7 +383,7 @@ class FSDPBackend:
             raise ValueError("this trainer was built without an objective on pairs: it cannot do step_pairs")
         rows = self._rows(samples, together=2)
         kto = isinstance(objective.config, PreferenceConfig) and objective.config.objective == "kto"
-        return objective, rows, objective.begin(rows, self._rows(mismatched(samples)) if kto else [], self.world)
+        return objective, rows, objective.begin(rows, self._rows(mismatched(samples)) if kto else [], self._mesh)
 
     def _rows(self, samples: Sequence[Sample], together: int = 1, values: Sequence[Tensor] | None = None) -> list[Row]:
         """This rank's rows of a batch that is taken at once; `values`, [R] of each sample, as advantages."""
@@ -389,9 +396,7 @@ class FSDPBackend:
         for micro in self._share(samples, range(len(samples)), whole=whole):
             for index, part in micro.by_sample(score(self._policy.row(micro))):
                 own[index].copy_(part)
-        if self.world > 1:
-            dist.all_reduce(flat_N)
-        return flat_N.cpu()
+        return self._mesh.summed(flat_N).cpu()
 
     def _share(self, samples: Sequence[Sample], places: Sequence[int], together: int = 1, whole: bool = False) -> list[MicroBatch]:
         """`whole`: for a model that must see whole sequences, whatever they share."""
@@ -399,7 +404,11 @@ class FSDPBackend:
             return self._early.micros
         if self._sharing is not None and not whole:
             return self._sharing.share(samples, places, together)
-        return share(samples, places, rank=self.rank, world=self.world, max_tokens=self._trainer.max_tokens_per_microbatch, together=together)
+        budget = self._trainer.max_tokens_per_microbatch
+        return share(samples, places, rank=self._mesh.data_rank, world=self._mesh.data_world, max_tokens=budget, together=together, cost=self._cost)
+
+    def _cost(self, sample: Sample) -> float:
+        return self._workload.sequence_seconds(len(sample.tokens), sample.response_length, self._hardware)
 
     def _choose(self, rows: Sequence[Row], total: int, loss: RowLoss, run: Callable[[Row, RowLoss], LossOutput], *, sampled: bool) -> None:
         """What layers keep of the rows of the update that follows. Collective."""
@@ -419,7 +428,7 @@ class FSDPBackend:
         update = take_step(self.model, self._optimizer, rows, total, by_choice, meters, "loss/total", self._policy.settle, self._no_reader)
         chosen.choose(None)
         for name, value in chosen.metrics().items():
-            meters.add(name, torch.tensor(value * total / self.world, device=self.device))
+            meters.add(name, torch.tensor(value * total / self._mesh.data_world, device=self.device))
         chosen.stepped(update.grad_norm)
         return update
 
@@ -450,14 +459,14 @@ class FSDPBackend:
         return loss if self._hilore is None else self._hilore.watched(loss)
 
     def _reduced(self, meters: Meters, total: int) -> dict[str, float]:
-        return meters.reduced(total, self.world) | ({} if self._sharing is None else self._sharing.metrics())
+        return meters.reduced(total, self._mesh.data_world, self._mesh.data_group) | ({} if self._sharing is None else self._sharing.metrics())
 
     def _state(self) -> dict[str, Tensor]:
         weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         return weights | self._optimizer.tensors() | ({} if self._critic is None else self._critic.tensors())
 
     def _move(self, device: str) -> None:
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or self._mesh.offload:
             return
         critic = [] if self._critic is None else [(self._critic.model, self._critic.optimizer)]
         for model, optimizer in [(self.model, self._optimizer), *critic]:
@@ -466,3 +475,11 @@ class FSDPBackend:
             optimizer.to(device)
         if device == "cpu":
             torch.cuda.empty_cache()
+
+
+def _check(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig | None) -> None:
+    """Raises ValueError for what does not go with layers that are divided."""
+    if trainer.tensor_parallel > 1:
+        for wanted, what in ((lora is not None, "[lora]"), (model.true_on_policy, "model.true_on_policy")):
+            if wanted:
+                raise ValueError(f"trainer.tensor_parallel = {trainer.tensor_parallel} does not go with {what}: leave one of them out")

@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 
 from algorithms.contracts import LossOutput, Rewards, TokenAdvantages
 from miles.core.model.config import ModelConfig
-from miles.core.model.reward import packed_values
+from miles.core.model.load import load_config
+from miles.core.model.reward import is_reward_model, packed_values
 from miles.core.model.sharded import reshard
-from miles.core.model.value import load_value_model
+from miles.core.model.value import add_value_head, load_value_model
 from trainer.config import CriticConfig, TrainerConfig
-from trainer.fsdp.model import prepare
+from trainer.fsdp.mesh import Mesh
+from trainer.fsdp.model import load_divided, prepare
 from trainer.fsdp.optimizer import Optimizer
 from trainer.fsdp.update import take_step
 from trainer.rows.batch import Batch
@@ -34,8 +36,8 @@ class Critic:
         model, optimizer: as the policy's.
     """
 
-    def __init__(self, config: CriticConfig, model: PreTrainedModel, total_steps: int):
-        self._config, self.model = config, model
+    def __init__(self, config: CriticConfig, model: PreTrainedModel, total_steps: int, device: torch.device):
+        self._config, self.model, self._device = config, model, device
         self.optimizer = Optimizer(model, config, total_steps)
 
     def alone(self, version: int) -> bool:
@@ -50,15 +52,15 @@ class Critic:
         return values_N
 
     def step(
-        self, batch: Batch, shares: Sequence[Sequence[MicroBatch]], rows: Sequence[Sequence[Row]], rewards: Rewards, found: TokenAdvantages, world: int
+        self, batch: Batch, shares: Sequence[Sequence[MicroBatch]], rows: Sequence[Sequence[Row]], rewards: Rewards, found: TokenAdvantages, mesh: Mesh
     ) -> dict[str, float]:
         """See `learn_values`. Collective."""
 
         def take(update: Sequence[Row], total: int, meters: Meters) -> Update:
             return take_step(self.model, self.optimizer, update, total, partial(self._loss, total=total), meters, "value/loss")
 
-        meters = Meters(self.model.device)
-        return learn_values(batch, shares, rows, rewards, found, meters, take, lambda meters, total: meters.reduced(total, world))
+        meters = Meters(self._device)
+        return learn_values(batch, shares, rows, rewards, found, meters, take, lambda meters, total: meters.reduced(total, mesh.data_world, mesh.data_group))
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and optimizer state by name, live, as a checkpoint has them."""
@@ -73,10 +75,12 @@ class Critic:
 
 
 def build_critic(
-    config: CriticConfig, policy: ModelConfig, trainer: TrainerConfig, *, master_dtype: torch.dtype, world: int, device: torch.device, total_steps: int
+    config: CriticConfig, policy: ModelConfig, trainer: TrainerConfig, *, master_dtype: torch.dtype, mesh: Mesh, device: torch.device, total_steps: int
 ) -> Critic:
     """The critic of `policy` on this rank. It computes in the policy's dtype; its operators need not be those of an engine."""
     own = policy.model_copy(update={"path": config.path or policy.path, "true_on_policy": False})
-    model = load_value_model(own.path, master_dtype, trust_remote_code=own.trust_remote_code)
     activations = None if trainer.activations == "keep" else Activations()
-    return Critic(config, prepare(model, own, master_dtype=master_dtype, world=world, device=device, activations=activations), total_steps)
+    ready = partial(prepare, config=own, master_dtype=master_dtype, mesh=mesh, device=device, activations=activations)
+    if is_reward_model(load_config(own.path, trust_remote_code=own.trust_remote_code)):
+        return Critic(config, ready(load_value_model(own.path, master_dtype, trust_remote_code=own.trust_remote_code)), total_steps, device)
+    return Critic(config, load_divided(own, master_dtype, add_value_head, ready), total_steps, device)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear as plain_linear
 from transformers import PreTrainedModel
 
@@ -25,7 +24,8 @@ from miles.core.model.compare import Measure, compare
 from miles.core.model.config import ModelConfig
 from miles.core.model.packed import output_head, through_head
 from miles.core.model.scoring import scaled_logits, score
-from miles.core.model.sharded import reshard
+from miles.core.model.sharded import gathered, reshard
+from trainer.fsdp.mesh import Mesh
 from trainer.fsdp.model import build_model, compute_dtype_of
 from trainer.fsdp.scoring import Scorer
 from trainer.rows.distilled import Compared, TaughtLoss
@@ -64,8 +64,7 @@ class Distiller(TaughtLoss):
         self._policy_learns = config.divergence == "sampled" or config.policy_weight > 0 or algorithm.kl_coef > 0 or algorithm.entropy_coef != 0
         if teacher is not None:
             # The student's head needs it whole, at a moment when the teacher's own hooks do not run.
-            weight = output_head(teacher).weight.detach()
-            self._teacher_head_VE = (weight.full_tensor() if isinstance(weight, DTensor) else weight).to(dtype)
+            self._teacher_head_VE = gathered(output_head(teacher).weight).to(dtype)
 
     def forward(self, row: Row) -> Compared:
         """With the student's graph. Collective."""
@@ -137,14 +136,14 @@ def build_distiller(
     temperature: float,
     chunk: int,
     master_dtype: torch.dtype,
-    world: int,
+    mesh: Mesh,
     device: torch.device,
 ) -> Distiller:
     """`model` is the student's section; a teacher in the trainer is loaded with its dtype. Collective."""
     teacher_model = model.model_copy(update={"path": config.teacher, "true_on_policy": False})
     teacher = None
     if config.place == "trainer":
-        teacher = build_model(teacher_model, master_dtype=master_dtype, world=world, device=device).requires_grad_(False)
+        teacher = build_model(teacher_model, master_dtype=master_dtype, mesh=mesh, device=device).requires_grad_(False)
     return Distiller(
         config,
         algorithm,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -17,6 +16,7 @@ from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config, tokenizer_of
 from miles.core.model.lora import adapter_tensors, adapters_of, base_name, merged, write_adapter
 from miles.core.model.reward import on_disk, reward_shell
+from miles.core.model.sharded import gathered
 from trainer.fsdp.slices import RankSlices, checkpoint_blocks, planned
 from weight_sync.contracts import TensorSpec
 from weight_sync.slices import Block, Slice, full
@@ -101,8 +101,8 @@ class Exporter:
 
     def _whole(self, own: str) -> Tensor:
         """One tensor, gathered, its adapter merged into it. Collective; off rank 0 it may lack the adapter, since nobody reads it there."""
-        full = _full(self._own[own])
-        parts = {part: _full(tensor) for part, tensor in self._adapters.get(own, {}).items()}
+        full = gathered(self._own[own])
+        parts = {part: gathered(tensor) for part, tensor in self._adapters.get(own, {}).items()}
         return merged(full, parts, self._scaling) if parts and self._rank == 0 else full
 
     def _converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ class AdapterExporter:
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """As `Exporter.tensors`. Collective."""
         for name in names:
-            full = _full(self._own[name])
+            full = gathered(self._own[name])
             yield name, full.to(self._dtype) if self._rank == 0 else torch.empty(0, dtype=self._dtype)
 
     @cached_property
@@ -162,8 +162,3 @@ def _own(model: PreTrainedModel) -> dict[str, Tensor]:
             seen.add(id(tensor))
             own[name] = tensor
     return own
-
-
-def _full(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

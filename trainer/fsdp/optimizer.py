@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,10 +22,12 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimizerConfig, total_steps: int):
         self._config, self._total = config, total_steps
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        decayed = [p for p in self._named.values() if p.ndim >= 2]
-        others = [p for p in self._named.values() if p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        # One call of the fused kernel takes tensors of one mesh only.
+        groups: dict[tuple[bool, Any], list[Tensor]] = {}
+        for p in self._named.values():
+            groups.setdefault((p.ndim >= 2, p.device_mesh if isinstance(p, DTensor) else None), []).append(p)
+        by_kind = [{"params": found, "weight_decay": config.weight_decay if matrices else 0.0} for (matrices, _), found in groups.items()]
+        self._adamw = torch.optim.AdamW(by_kind, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         for parameter in self._named.values():
             # Made now and not at the first step, so that a checkpoint has the same tensors whenever it is taken.
             self._adamw.state[parameter] = {
@@ -43,7 +47,7 @@ class Optimizer:
         finite = torch.isfinite(norm).item()
         if finite:
             if grad_norm > self._config.clip_norm:
-                torch._foreach_mul_(list(gradients.values()), self._config.clip_norm / grad_norm)
+                torch._foreach_mul_([local(g) for g in gradients.values()], self._config.clip_norm / grad_norm)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
@@ -76,11 +80,29 @@ class Optimizer:
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
     """L2 norm over all tensors and ranks, a 0-dimensional plain tensor in float64."""
-    norms = torch._foreach_norm([local(g) for g in gradients])
-    total = torch.stack([n.double() for n in norms]).square().sum()
-    if gradients and isinstance(gradients[0], DTensor):
-        torch.distributed.all_reduce(total, group=gradients[0].device_mesh.get_group())
-    return total.sqrt()
+    squares = torch.stack([n.double() for n in torch._foreach_norm([local(g) for g in gradients])]).square()
+    parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for gradient, square in zip(gradients, squares, strict=True):
+        parts.setdefault(_sharded_over(gradient), []).append(square)
+    totals = []
+    for groups, own in parts.items():
+        total = torch.stack(own).sum().to(_home_of_groups(gradients[0]))
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        totals.append(total)
+    return torch.stack(totals).sum().sqrt()
+
+
+def _home_of_groups(tensor: Tensor) -> str:
+    """Where a sum over ranks must lie: gradients that are offloaded lie elsewhere."""
+    return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+
+
+def _sharded_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups whose ranks hold parts of it, and not the same."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(tensor.device_mesh.get_group(d) for d, placement in enumerate(tensor.placements) if not placement.is_replicate())
 
 
 def local(tensor: Tensor) -> Tensor:

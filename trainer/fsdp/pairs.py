@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,6 +14,7 @@ from algorithms.contracts import LossOutput
 from algorithms.preference.config import PairConfig, RewardModelConfig
 from algorithms.preference.objective import reward_loss
 from miles.core.model.reward import packed_rewards
+from trainer.fsdp.mesh import Mesh
 from trainer.fsdp.scoring import Scorer
 from trainer.rows.pairs import loss_of_answers, moved_away, paired
 from trainer.rows.row import Row
@@ -33,7 +33,7 @@ class PairLoss:
     reference: Scorer | None
     kl: Tensor | None = None
 
-    def begin(self, rows: Sequence[Row], strangers: Sequence[Row], world: int) -> dict[str, float]:
+    def begin(self, rows: Sequence[Row], strangers: Sequence[Row], mesh: Mesh) -> dict[str, float]:
         """Everything of a step that is scored before its first backward: the reference's log-probs, and KTO's KL by `strangers`, rows
         of `mismatched` answers. Returns what there is to report. Collective."""
         if self.reference is None:
@@ -45,8 +45,7 @@ class PairLoss:
         total = torch.zeros(2, dtype=torch.float64, device=rows[0].tokens_T.device)
         for row in strangers:
             total += moved_away(row, self.policy.score(row, 1.0), self.reference.score(row, 1.0))
-        if world > 1:
-            dist.all_reduce(total)
+        mesh.summed(total)
         self.kl = total[0] / total[1]
         return {"preference/kl": float(self.kl)}
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from miles.data.packing import Packed, microbatches, pack, partition
+from miles.data.packing import Packed, balanced_rows, pack
 from miles.data.taught import Taught, nothing
 from miles.data.types import Sample, Status
 
@@ -37,22 +37,34 @@ class MicroBatch:
             yield from zip(self.indices, values_N.split(self.packed.response_length_S.tolist()), strict=True)
 
 
-def share(samples: Sequence[Sample], indices: Sequence[int], *, rank: int, world: int, max_tokens: int, together: int = 1) -> list[MicroBatch]:
-    """This rank's micro-batches of the samples at `indices`, balanced over ranks by tokens.
+def share(
+    samples: Sequence[Sample],
+    indices: Sequence[int],
+    *,
+    rank: int,
+    world: int,
+    max_tokens: int,
+    together: int = 1,
+    cost: Callable[[Sample], float] = lambda sample: len(sample.tokens),
+) -> list[MicroBatch]:
+    """This rank's micro-batches of the samples at `indices`, balanced over ranks row by row: see `balanced_rows`.
 
     Every rank gets the same number, with dummies where it has fewer rows, since FSDP's collectives must pair up. Each `together`
-    neighbours of `indices` stay neighbours in one row, as the answers of a pair must.
+    neighbours of `indices` stay neighbours in one row, as the answers of a pair must. `cost`: what a sample takes to compute, in any unit.
     """
     units = [list(indices[start : start + together]) for start in range(0, len(indices), together)]
     lengths = [sum(len(samples[i].tokens) for i in unit) for unit in units]
-    plans = []
-    for part in partition(lengths, world):
-        rows = microbatches([lengths[p] for p in part], max_tokens)
-        plans.append([[i for place in row for i in units[part[place]]] for row in rows])
-    count = max(len(plan) for plan in plans)
-    mine = [MicroBatch(packed=pack([samples[i] for i in row]), indices=tuple(row), taught=tuple(samples[i].taught for i in row)) for row in plans[rank]]
-    missing = count - len(mine)
-    return mine + [MicroBatch(packed=pack([DUMMY]), indices=(), taught=(nothing(samples[indices[0]].taught),)) for _ in range(missing)]
+    plan = balanced_rows(lengths, [sum(cost(samples[i]) for i in unit) for unit in units], world, max_tokens)
+    rows = [[i for place in row for i in units[place]] for row in plan[rank]]
+    return [_microbatch(samples, row) if row else _dummy(samples[indices[0]]) for row in rows]
+
+
+def _microbatch(samples: Sequence[Sample], row: Sequence[int]) -> MicroBatch:
+    return MicroBatch(packed=pack([samples[i] for i in row]), indices=tuple(row), taught=tuple(samples[i].taught for i in row))
+
+
+def _dummy(like: Sample) -> MicroBatch:
+    return MicroBatch(packed=pack([DUMMY]), indices=(), taught=(nothing(like.taught),))
 
 
 DUMMY = Sample(

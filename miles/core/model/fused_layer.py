@@ -30,12 +30,12 @@ _DTYPES = frozenset({torch.float32, torch.float64})  # narrower ones have their 
 
 
 def fuse_layers(model: PreTrainedModel) -> int:
-    """Give layers of the family this forward, on a CPU in float32 or float64; returns how many got it. Others keep theirs.
+    """Give layers of the family this forward, on a CPU (or without weights as yet) in float32 or float64; returns how many got it. Others keep theirs.
 
     Call before layers are checkpointed or sharded. A layer that computes in a narrower dtype, or of which a part was replaced or
     hooked since (an adapter), runs its own modules.
     """
-    if model.device.type != "cpu" or model.dtype not in _DTYPES:
+    if model.device.type not in ("cpu", "meta") or model.dtype not in _DTYPES:
         return 0
     layers = [module for module in model.modules() if type(module).__name__ in _LAYERS and _is_plain(module)]
     for layer in layers:

@@ -9,6 +9,7 @@ peft is imported when adapters are put on, and by nothing else of the product.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -28,6 +29,7 @@ _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     """Freeze `model` and put adapters on its linear layers, in their dtype. Their A is drawn from `seed`, their B is 0: nothing changes yet.
+    They have their values also where the model has no weights as yet, which peft would not give them.
 
     Call before layers are made batch-invariant, checkpointed or sharded.
 
@@ -40,12 +42,13 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         raise ValueError(f"[lora] needs peft, which is not installed: pip install peft ({error})") from error
     targets = target_names(model, config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         inject_adapter_in_model(_peft_config(config, targets), model)
-    model.requires_grad_(False)
-    for parameter in adapter_tensors(model).values():
-        parameter.data = parameter.data.to(model.dtype)
-        parameter.requires_grad_()
+        model.requires_grad_(False)
+        torch.manual_seed(seed)
+        for own, parameter in list(model.named_parameters()):
+            if _peft_name(own) is not None:
+                module, _, last = own.rpartition(".")
+                model.get_submodule(module)._parameters[last] = nn.Parameter(_begun(own, parameter).to(model.dtype))
 
 
 def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
@@ -117,6 +120,13 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], config: LoraConfi
     }  # fmt: skip
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps({k: v for k, v in described.items() if k != "runtime_config"}, indent=2) + "\n", encoding="utf-8")
+
+
+def _begun(own: str, parameter: Tensor) -> Tensor:
+    """What an adapter's parameter begins with; DoRA's magnitudes are the weights' own."""
+    if ".lora_A." in own:
+        return nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5))
+    return torch.zeros(parameter.shape) if ".lora_B." in own else parameter.detach()
 
 
 def _peft_config(config: LoraConfig, targets: list[str]) -> Any:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, without its graph, gathered where the ranks' groups are, also from parts that are offloaded. Collective."""
+    tensor = tensor.detach()
+    return tensor.to(tensor.device_mesh.device_type).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def reshard(model: nn.Module) -> None:

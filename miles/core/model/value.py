@@ -21,9 +21,7 @@ def load_value_model(path: str | Path, dtype: torch.dtype = torch.float32, *, tr
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     if not is_reward_model(config):
-        model = load_model(path, dtype, trust_remote_code=trust_remote_code)
-        put_head(model, torch.zeros(1, output_head(model).in_features, dtype=dtype))
-        return model
+        return add_value_head(load_model(path, dtype, trust_remote_code=trust_remote_code))
     reward: Any = load_reward_model(path, dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(reward.config)
@@ -32,3 +30,9 @@ def load_value_model(path: str | Path, dtype: torch.dtype = torch.float32, *, tr
     model.config = reward.config
     put_head(model, reward.score.weight.detach())
     return model.eval()
+
+
+def add_value_head(model: PreTrainedModel) -> PreTrainedModel:
+    """`model` with a head of zeros, also where it has no weights as yet."""
+    put_head(model, torch.zeros(1, output_head(model).in_features, dtype=model.dtype))
+    return model

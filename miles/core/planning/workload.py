@@ -10,6 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from miles.core.planning.hardware import HardwareSpec
+
 BACKWARD = 2
 """A matrix product's backward is two products: for its input and for its weight."""
 
@@ -44,6 +46,12 @@ class Workload:
     def attention_flops(self, scores: int) -> int:
         """Forward (2 products) and backward (5) of attention with so many query-key pairs a head, padding and what a causal mask hides included."""
         return self.layers * self.heads * self.width * 2 * scores * (2 + 5)
+
+    def sequence_seconds(self, tokens: int, scored: int, hardware: HardwareSpec) -> float:
+        """Forward and backward of one sequence in a packed row, whose causal attention looks at half of the pairs. What a row costs whatever is
+        in it is left out, so that costs of sequences add up to those of rows."""
+        flops = self.matmul_flops(tokens, scored, fused=True) + self.attention_flops(tokens * (tokens + 1) // 2)
+        return flops / hardware.flops_per_s + tokens * self.layers * self.hidden * hardware.value_s
 
     def collectives(self, passes: int) -> tuple[dict[str, int], dict[str, int]]:
         """Number and bytes of the collectives of so many passes, forward and backward, with one reduction at the end.

@@ -142,5 +142,5 @@ def test_the_whole_deepseek_v3_is_known() -> None:
 
 
 def test_parallelism_that_fsdp_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tensor_parallel = 2 needs trainer.backend = 'megatron'"):
-        TrainerConfig(ranks=2, tensor_parallel=2)
+    with pytest.raises(ValueError, match=r"pipeline_parallel = 2 needs trainer.backend = 'megatron'"):
+        TrainerConfig(ranks=2, pipeline_parallel=2)

@@ -257,7 +257,7 @@ def test_a_step_never_holds_more_than_its_budget_and_what_was_foreseen(model: Pa
 
 def test_compression_stays_near_the_exact_gradient(model: Path) -> None:
     exact = make_backend(model, trainer={"max_tokens_per_microbatch": 24})
-    backend = hilore(model, torch.float64, activation_risk=0.05, activation_memory=1.5)
+    backend = hilore(model, torch.float64, activation_risk=0.05, activation_memory=1.1)
     exact.step_rl(mixed_groups())
     backend.step_rl(mixed_groups())
     before, after = gradients(exact), gradients(backend)
@@ -272,11 +272,11 @@ def test_compression_stays_near_the_exact_gradient(model: Path) -> None:
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_chooses_as_it_would_have(model: Path, tmp_path: Path) -> None:
-    first = hilore(model, activation_risk=0.5, activation_memory=1.5)
+    first = hilore(model, activation_risk=0.5, activation_memory=1.1)
     for _ in range(2):
         first.step_rl(mixed_groups())
     first.save(tmp_path / "checkpoint", {}, asynchronous=False)
-    second = make_backend(model, trainer=OPTIONS | {"activation_risk": 0.5, "activation_memory": 1.5}, dtype=torch.float32)
+    second = make_backend(model, trainer=OPTIONS | {"activation_risk": 0.5, "activation_memory": 1.1}, dtype=torch.float32)
     second.load(tmp_path / "checkpoint")
     expected, found = first.step_rl(mixed_groups()).metrics, second.step_rl(mixed_groups()).metrics
     assert found == expected
