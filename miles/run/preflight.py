@@ -169,7 +169,6 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
         raise ConfigError("trainer.backend = 'megatron', but Megatron-Core is not installed: run `bash scripts/install --test`, or use trainer.backend=fsdp")
     taught = getattr(recipe, "distillation", None)
     for wanted, what in (
-        (isinstance(recipe, RewardModelRecipe), "a reward model"),
         (taught is not None and taught.divergence != "sampled", "a distill.divergence other than 'sampled'"),
         (recipe.model.true_on_policy, "model.true_on_policy"),
     ):

@@ -16,9 +16,18 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from algorithms.preference.config import PreferenceConfig
+from algorithms.preference.config import PreferenceConfig, RewardModelConfig
 from miles.core.checkpoint.store import CheckpointError
 from miles.core.model.scoring import score
 from miles.core.model.tiny import make_tiny_model
@@ -326,14 +335,20 @@ def test_steps_on_pairs_are_those_of_fsdp(model: Path, two: Pool, objective: str
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-def trained_on_pairs(rank: int, world: int, path: Path, objective: Any, trainer: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, float]]]:
+def trained_on_pairs(
+    rank: int, world: int, path: Path, objective: Any, trainer: dict[str, Any], folder: Path | None = None
+) -> tuple[dict[str, Any], list[dict[str, float]]]:
     samples = [
         make_sample(pair, side, 3, length, masked=masked) for pair, masked in enumerate([(1,), (), (), (), ()]) for side, length in enumerate((4 + pair, 9))
     ]
-    options: dict[str, Any] = {"total_steps": 3, "dtype": torch.float32, "pairs": PreferenceConfig(objective=objective, beta=0.2, bad_weight=1.5)}
+    reward = objective == "reward"
+    pairs = RewardModelConfig(margin=0.2, centre=0.01) if reward else PreferenceConfig(objective=objective, beta=0.2, bad_weight=1.5)
+    options: dict[str, Any] = {"total_steps": 3, "dtype": torch.float32, "pairs": pairs}
     backend = make_backend(path, rank=rank, world=world, trainer=trainer, **options)
     metrics = [backend.step_pairs(samples).metrics for _ in range(3)]
     metrics.append(backend.evaluate_pairs(samples))
+    if folder is not None:
+        backend.export(folder)
     return weights(backend), metrics
 
 
@@ -392,6 +407,20 @@ def test_a_divergence_over_the_vocabulary_is_refused(model: Path, two: Pool) -> 
 
 def with_divergence(rank: int, world: int, path: Path) -> None:
     megatron(path, rank, world, TENSOR, distill={"teacher": str(path), "divergence": "reverse"})
+
+
+@pytest.mark.parametrize("layout", ["tensor", *_full("data", "pipeline")])
+def test_a_reward_model_is_that_of_fsdp(model: Path, two: Pool, layout: str, tmp_path: Path) -> None:
+    """Three steps, an evaluation, and what transformers loads of it."""
+    _, expected = trained_on_pairs(0, 1, model, "reward", SMOOTH, tmp_path / "fsdp")
+    _, metrics = two.run(trained_on_pairs, model, "reward", {"backend": "megatron", "ranks": 2} | SMOOTH | TWO[layout], tmp_path / "megatron")[0]
+    for one, other in zip(metrics, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+    ours, theirs = (AutoModelForSequenceClassification.from_pretrained(tmp_path / name) for name in ("megatron", "fsdp"))
+    assert ours.config.architectures == theirs.config.architectures == ["Qwen3ForSequenceClassification"]
+    assert (ours.config.num_labels, ours.config.pad_token_id) == (theirs.config.num_labels, theirs.config.pad_token_id)
+    for name, tensor in theirs.state_dict().items():
+        np.testing.assert_allclose(ours.state_dict()[name].numpy(), tensor.numpy(), atol=2e-5, err_msg=name)
 
 
 def adapters_of_a_rank(backend: Any) -> list[tuple[torch.Tensor, Any]]:

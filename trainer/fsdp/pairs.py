@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 
 from algorithms.contracts import LossOutput
 from algorithms.preference.config import PairConfig, RewardModelConfig
-from algorithms.preference.objective import reward_loss
 from miles.core.model.reward import packed_rewards
 from trainer.fsdp.mesh import Mesh
 from trainer.fsdp.scoring import Scorer
-from trainer.rows.pairs import loss_of_answers, moved_away, paired
+from trainer.rows.pairs import loss_of_answers, loss_of_rewards, moved_away
 from trainer.rows.row import Row
 
 
@@ -53,5 +52,5 @@ class PairLoss:
         """The row's share of the step's mean over `total` pairs."""
         if isinstance(self.config, RewardModelConfig):
             rewards_S = packed_rewards(self.model, row.tokens_T, row.positions_T, row.sequence_T)
-            return reward_loss(paired(rewards_S), self.config, total)
+            return loss_of_rewards(row, rewards_S, config=self.config, total=total)
         return self.policy.loss(row, partial(loss_of_answers, config=self.config, total=total, kl=self.kl), 1.0, together=2)

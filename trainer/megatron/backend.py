@@ -20,6 +20,7 @@ from miles.core.checkpoint.whole import whole
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config
 from miles.core.model.lora import merged, write_adapter
+from miles.core.model.reward import reward_shell
 from miles.data.packing import pack
 from miles.data.taught import nothing
 from miles.data.types import Group, Sample
@@ -34,7 +35,7 @@ from trainer.megatron.names import adapters_of
 from trainer.objective import Objective, result_of, sft_loss
 from trainer.rows.batch import Batch, count, weights_of
 from trainer.rows.meters import Meters
-from trainer.rows.pairs import loss_of_answers, mismatched, moved_away
+from trainer.rows.pairs import loss_of_answers, loss_of_rewards, mismatched, moved_away
 from trainer.rows.row import Row, RowLoss, row_of
 from trainer.rows.schedule import Update
 from trainer.rows.share import DUMMY, MicroBatch, share
@@ -79,7 +80,6 @@ class MegatronBackend:
         lora: LoraConfig | None = None,
     ) -> None:
         for option, value in (
-            ("a reward model", pairs if isinstance(pairs, RewardModelConfig) else None),
             ("model.true_on_policy", model.true_on_policy or None),
             ("trainer.prompt_sharing", trainer.prompt_sharing or None),
         ):
@@ -90,7 +90,10 @@ class MegatronBackend:
         self.rank, self.world = rank, world
         self.device = device or torch.device("cpu")
         self._hf_config = load_config(model.path, trust_remote_code=model.trust_remote_code)
-        self.architecture = architecture_of(self._hf_config)
+        rewards = isinstance(pairs, RewardModelConfig)
+        if rewards and lora is not None:
+            raise ValueError("[lora] trains a policy; a reward model is trained whole: leave [lora] out")
+        self.architecture = architecture_of(self._hf_config, values=rewards)
         layout = layout_of(trainer)
         self.architecture.check(layout)
         assert layout.ranks == world, (layout, world)
@@ -107,13 +110,14 @@ class MegatronBackend:
             compute=self._dtype,
             recompute=trainer.activations == "recompute",
             log_chunk=trainer.chunk(self.architecture.vocabulary),
+            reward_seed=seed if rewards else None,
         )
         self._trained = builder.trained(trainer, total_steps, lora, seed)
         self._policy = self._trained.model
         self._objective = None if algorithm is None else Objective(algorithm, max_new_tokens)
-        self._pairs = pairs if isinstance(pairs, PreferenceConfig) else None
+        self._pairs = pairs
         self._reference: Model | None = None
-        if (algorithm is not None and algorithm.kl_coef > 0) or (self._pairs is not None and self._pairs.needs_reference):
+        if (algorithm is not None and algorithm.kl_coef > 0) or (isinstance(pairs, PreferenceConfig) and pairs.needs_reference):
             self._reference = builder.frozen() if lora is None else builder.base(self._trained)
         self._distiller: Distiller | None = None
         if algorithm is not None and distill is not None:
@@ -123,7 +127,7 @@ class MegatronBackend:
         if critic is not None:
             self._critic = self._build_critic(critic, builder, total_steps)
         own = [chunk.module.tensors() for chunk in self._trained.chunks]
-        self._exporter = Exporter(self.architecture, self.mesh, own, self._dtype)
+        self._exporter = Exporter(replace(self.architecture, trained_values=rewards), self.mesh, own, self._dtype)
         self._lora, self._adapters = lora, None
         if lora is not None:
             assert self._trained.adapters is not None
@@ -245,7 +249,12 @@ class MegatronBackend:
     def export(self, folder: Path) -> None:
         tensors = self._merged()
         if self.rank == 0:
-            write_directory(Path(folder), tensors, self._config, self._hf_config, self._dtype)
+            config = self._hf_config
+            if self.architecture.values:
+                shell = reward_shell(config, trust_remote_code=self._config.trust_remote_code)
+                config = shell.config
+                config.architectures = [type(shell).__name__]
+            write_directory(Path(folder), tensors, self._config, config, self._dtype)
         for _ in tensors:  # the other ranks' part in gathering
             pass
         dist.barrier(self.mesh.everyone)
@@ -318,6 +327,8 @@ class MegatronBackend:
         if self._pairs is None:
             raise ValueError("this trainer was built without an objective on pairs: it cannot do step_pairs")
         rows, scored, kl = self._share(samples, range(len(samples)), None, together=2), dict[str, float](), None
+        if isinstance(self._pairs, RewardModelConfig):
+            return partial(loss_of_rewards, config=self._pairs, total=len(samples) // 2), rows, scored
         if self._reference is not None:
             for row, scores_N in self._logprobs_by_row(self._reference, rows, 1.0):
                 row.reference_logprobs_N = scores_N

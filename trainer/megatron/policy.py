@@ -94,7 +94,7 @@ class Model:
         return tuple(torch.cat((a, b)) for a, b in ((row.tokens_T, zeros), (row.positions_T, zeros), (row.sequence_T, zeros + row.num_sequences)))  # type: ignore[return-value]
 
     def _scores(self, row: Row, hidden_T1D: Tensor, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        hidden_ND, head = self._read(row, hidden_T1D)
+        hidden_ND, head = self._read(hidden_T1D, row.scored_N - 1)
         return score_parallel(
             hidden_ND,
             head,
@@ -107,20 +107,31 @@ class Model:
             entropy_gradient=entropy_gradient,
         )
 
-    def _read(self, row: Row, hidden_T1D: Tensor) -> tuple[Tensor, Tensor]:
-        """The states in which response tokens were chosen [N, D], and this rank's part of the head."""
+    def _read(self, hidden_T1D: Tensor, place_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The states behind the tokens at `place_N` [N, D], and this rank's part of the head."""
         last: Any = self.chunks[-1]
         chunk: Chunk = getattr(last, "module", last)
         if self._divided:
             # What reads them sums in its own backward over tensor ranks, or is the same on each.
             hidden_T1D = gather_from_sequence_parallel_region(hidden_T1D, tensor_parallel_output_grad=False)
-        return hidden_T1D[:, 0].index_select(0, row.scored_N - 1), chunk.head()
+        return hidden_T1D[:, 0].index_select(0, place_N), chunk.head()
 
 
 class Values(Model):
     """A critic: in a log-prob's place stands the value of the state in which the token was chosen, at any temperature."""
 
     def _scores(self, row: Row, hidden_T1D: Tensor, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        hidden_ND, head_1D = self._read(row, hidden_T1D)
+        return self._outputs(hidden_T1D, row.scored_N - 1), None
+
+    def _outputs(self, hidden_T1D: Tensor, place_N: Tensor) -> Tensor:
+        hidden_ND, head_1D = self._read(hidden_T1D, place_N)
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        return torch.mv(hidden_ND.to(dtype), head_1D[0].to(dtype)), None
+        return torch.mv(hidden_ND.to(dtype), head_1D[0].to(dtype))
+
+
+class Rewards(Values):
+    """A reward model: in the log-probs' place stands one reward for each sequence, [S]."""
+
+    def _scores(self, row: Row, hidden_T1D: Tensor, temperature: float, entropy: bool, entropy_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        last_S = torch.unique_consecutive(row.sequence_T, return_counts=True)[1].cumsum(0) - 1
+        return self._outputs(hidden_T1D, last_S), None

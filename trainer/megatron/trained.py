@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from miles.core.model.config import LoraConfig
+from miles.core.model.reward import reward_head
 from trainer.config import OptimizerConfig
 from trainer.megatron.architecture import Architecture
 from trainer.megatron.directory import Source
@@ -19,7 +20,7 @@ from trainer.megatron.mesh import Mesh
 from trainer.megatron.model import Chunk, Config, LatentConfig, build_chunks, transformer_config
 from trainer.megatron.names import parts, shapes
 from trainer.megatron.optimizer import Optimizer
-from trainer.megatron.policy import Model, Values
+from trainer.megatron.policy import Model, Rewards, Values
 from trainer.rows.meters import Meters
 from trainer.rows.row import Row, RowLoss
 from trainer.rows.schedule import Update
@@ -32,6 +33,7 @@ class Builder:
     Attributes:
         master, compute: dtypes of what the optimizer steps and of what computes.
         recompute: of activations, in what is trained. log_chunk: tokens whose logits exist at once.
+        reward_seed: of a reward model, its head is drawn from that; the architecture then has `values`.
     """
 
     path: str
@@ -43,6 +45,7 @@ class Builder:
     compute: torch.dtype
     recompute: bool
     log_chunk: int
+    reward_seed: int | None = None
 
     def frozen(self) -> Model:
         config = self._config(recompute=False)
@@ -72,7 +75,8 @@ class Builder:
         return transformer_config(self.architecture, self.mesh, dtype=self.master, compute_dtype=self.compute, recompute=recompute)
 
     def _model(self, chunks: Sequence[torch.nn.Module]) -> Model:
-        return (Values if self.architecture.values else Model)(chunks, self.mesh, self.architecture.vocabulary, self.log_chunk)
+        kind = Model if not self.architecture.values else Values if self.reward_seed is None else Rewards
+        return kind(chunks, self.mesh, self.architecture.vocabulary, self.log_chunk)
 
     def _load(self, config: Config | LatentConfig) -> tuple[list[Chunk], list[dict[str, Tensor]]]:
         """Chunks in the dtype of compute; where that is narrower than the masters', also these."""
@@ -81,6 +85,8 @@ class Builder:
         masters = []
         for chunk, wanted in zip(chunks, parts(self.architecture, self.mesh.layout, self.mesh.rank), strict=True):
             values = {name: source.read(part, self.master) for name, part in wanted.items()}
+            if self.reward_seed is not None and chunk.post_process:
+                values["output_layer.weight"] = reward_head(self.architecture.hidden, self.reward_seed).to(self.master)
             with torch.no_grad():
                 for name, parameter in chunk.named_parameters():
                     parameter.copy_(values[name])

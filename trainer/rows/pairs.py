@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from algorithms.contracts import LossOutput, masked
-from algorithms.preference.config import PreferenceConfig
-from algorithms.preference.objective import Pairs, preference_loss
+from algorithms.preference.config import PreferenceConfig, RewardModelConfig
+from algorithms.preference.objective import Pairs, preference_loss, reward_loss
 from miles.data.types import Sample
 from trainer.rows.row import Row
 
@@ -29,6 +29,11 @@ def loss_of_answers(row: Row, logprobs_N: Tensor, _: Tensor | None, *, config: P
         kl=kl,
     )
     return preference_loss(pairs, config, total)
+
+
+def loss_of_rewards(row: Row, rewards_S: Tensor, _: Tensor | None = None, *, config: RewardModelConfig, total: int) -> LossOutput:
+    """The same of a reward model, which says one number for each sequence."""
+    return reward_loss(paired(rewards_S), config, total)
 
 
 def moved_away(row: Row, policy_N: Tensor, reference_N: Tensor) -> Tensor:

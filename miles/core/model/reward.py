@@ -18,14 +18,17 @@ from miles.core.model.packed import output_head, through_head
 
 
 def add_reward_head(model: PreTrainedModel, seed: int) -> None:
-    """Put a head of one row in the place of the language model's, in place. Equal for equal seeds; rewards begin with a spread of about 1.
-
-    The spread is that of a normal hidden state, as its norm leaves it, times weights of standard deviation 1 / sqrt(D + 1).
-    """
+    """Put a `reward_head` in the place of the language model's, in place."""
     old = output_head(model)
-    width = old.in_features
-    weight_1D = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) / (width + 1) ** 0.5
-    put_head(model, weight_1D.to(old.weight.dtype))
+    put_head(model, reward_head(old.in_features, seed).to(old.weight.dtype))
+
+
+def reward_head(width: int, seed: int) -> Tensor:
+    """[1, width], float32. Equal for equal seeds; rewards begin with a spread of about 1.
+
+    The spread is that of a normal hidden state, as its norm leaves it, times weights of standard deviation 1 / sqrt(width + 1).
+    """
+    return torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) / (width + 1) ** 0.5
 
 
 def put_head(model: PreTrainedModel, weight_1D: Tensor) -> None:
