@@ -93,6 +93,6 @@ def _options(timeout_s: float) -> Any:
     if dist.get_backend() == "nccl":
         options: Any = dist.ProcessGroupNCCL.Options()
     else:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
     return options

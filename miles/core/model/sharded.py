@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 def gathered(tensor: Tensor) -> Tensor:
     """The whole of a tensor, without its graph, gathered where the ranks' groups are, also from parts that are offloaded. Collective."""
     tensor = tensor.detach()
-    return tensor.to(tensor.device_mesh.device_type).full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
 
 
 def reshard(model: nn.Module) -> None:

@@ -54,7 +54,7 @@ class TensorFiles:
         cut = max((d for d, (start, stop) in enumerate(box) if stop - start < shape[d]), default=0)
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
         run = math.prod(part.shape[cut:]) * dtype.itemsize
-        buffer = memoryview(part.reshape(-1).view(torch.uint8).numpy())
+        buffer = memoryview(part.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         for number, place in enumerate(product(*(range(*box[d]) for d in range(cut)))):
             first = sum(p * strides[d] for d, p in enumerate(place)) + (box[cut][0] * strides[cut] if box else 0)
             _read_fully(descriptor, buffer[number * run : (number + 1) * run], offset + first * dtype.itemsize)
