@@ -94,7 +94,7 @@ def _supervised_arithmetic(recipe: SupervisedRecipe) -> Iterator[str]:
 def _trainer_arithmetic(recipe: RLRecipe | SupervisedRecipe, longest: str) -> Iterator[str]:
     ranks, limit = recipe.trainer.ranks, recipe.trainer.max_tokens_per_microbatch
     if recipe.trainer.backend == "megatron":
-        yield from preflight.megatron_plan(recipe.model, recipe.trainer)
+        yield from preflight.megatron_plan(recipe.model, recipe.trainer, lora_of(recipe))
     else:
         yield from preflight.fsdp_plan(recipe.model, recipe.trainer, lora_of(recipe))
     ranks //= recipe.trainer.tensor_parallel * recipe.trainer.pipeline_parallel

@@ -205,9 +205,8 @@ def megatron_plan(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig |
 
     try:
         architecture = architecture_of(load_config(model.path, trust_remote_code=model.trust_remote_code))
-        if lora is not None:
-            adapters_of(architecture, lora)
-        return list(describe(trainer, architecture, bfloat16=model.dtype == "bfloat16"))
+        adapters = None if lora is None else adapters_of(architecture, lora)
+        return list(describe(trainer, architecture, bfloat16=model.dtype == "bfloat16", adapters=adapters))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

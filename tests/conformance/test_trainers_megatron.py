@@ -247,7 +247,7 @@ def test_gradients_of_latent_attention_and_biased_routing(latent: Path, two: Poo
 @pytest.mark.full
 @pytest.mark.parametrize("layout", EXPERTS_FOUR)
 def test_gradients_of_latent_attention_on_four_ranks(latent: Path, four: Pool, layout: str) -> None:
-    found = four.run(gradients_and_metrics, latent, mixed_groups(), EXPERTS_FOUR[layout] | {"activation_checkpointing": True})[0][0]
+    found = four.run(gradients_and_metrics, latent, mixed_groups(), EXPERTS_FOUR[layout] | {"activations": "recompute"})[0][0]
     assert relative_difference(found, plain_gradients(latent, mixed_groups(), per_expert=True)) < 1e-5
 
 

@@ -13,8 +13,8 @@ from trainer.megatron.names import layers_of, parts
 MIB = 2**20
 
 
-def describe(config: TrainerConfig, architecture: Architecture, *, bfloat16: bool) -> Iterator[str]:
-    """Lines for `miles config`. Raises ValueError as `layout_of` and `Architecture.check`."""
+def describe(config: TrainerConfig, architecture: Architecture, *, bfloat16: bool, adapters: Architecture | None = None) -> Iterator[str]:
+    """Lines for `miles config`. `adapters`: of what learns in the model's place. Raises ValueError as `layout_of` and `Architecture.check`."""
     layout = layout_of(config)
     architecture.check(layout)
     data, tensor, stages = layout.data, layout.tensor, layout.pipeline
@@ -30,9 +30,10 @@ def describe(config: TrainerConfig, architecture: Architecture, *, bfloat16: boo
         yield f"pipeline: {architecture.layers} layers = {stages} stages x {layout.chunks} x {each}; {schedule}; {_stages(architecture, layout)}"
     if architecture.experts:
         yield f"experts: {architecture.experts} / {layout.expert} = {architecture.experts // layout.expert} whole ones in each layer on a rank"
-    sizes = [bytes_of(architecture, layout, rank, bfloat16=bfloat16) for rank in range(layout.ranks)]
+    frozen = [0 if adapters is None else _weights(architecture, layout, rank) * (2 if bfloat16 else 4) for rank in range(layout.ranks)]
+    sizes = [own + bytes_of(adapters or architecture, layout, rank, bfloat16=bfloat16) for rank, own in enumerate(frozen)]
     yield (
-        f"memory of a rank: {_range(sizes)} for weights, gradients and AdamW "
+        f"memory of a rank: {_range(sizes)} for {'' if adapters is None else 'frozen weights, and '}weights, gradients and AdamW "
         f"({'2 + 4 + 12' if bfloat16 else '4 + 4 + 8'} / {data} data-parallel B a parameter), without activations"
     )
 
@@ -46,6 +47,10 @@ def bytes_of(architecture: Architecture, layout: Layout, rank: int, *, bfloat16:
             weight, state = (6, 12) if bfloat16 else (8, 8)
             total += prod(part.shape) * weight + -(-prod(part.shape) * state // copies)
     return total
+
+
+def _weights(architecture: Architecture, layout: Layout, rank: int) -> int:
+    return sum(prod(part.shape) for chunk in parts(architecture, layout, rank) for part in chunk.values())
 
 
 def _stages(architecture: Architecture, layout: Layout) -> str:

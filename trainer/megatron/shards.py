@@ -118,7 +118,7 @@ class Shards:
         self._stored = metadata.state_dict_metadata
         found = [prefix for prefix in ("", "master.", "model.") if prefix + _FIRST in self._stored]
         if not found:
-            raise ValueError(f"{str(folder)!r} has no tensor {_FIRST}: it is not a model of Megatron-Core, or was not written by trainer.backend = 'megatron'")
+            raise ValueError(f"{str(folder)!r} has no tensor {_FIRST}: it is no whole model (a run with [lora] keeps its adapters alone)")
         # A training run has the float32 masters, from which narrower weights are made.
         self._prefix = found[0]
 

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from transformers import DeepseekV3Config
 
+from miles.core.model.config import LoraConfig
 from trainer.config import TrainerConfig
 from trainer.megatron.architecture import Architecture, architecture_of
 from trainer.megatron.deepseek import Latent
 from trainer.megatron.layout import Layout, layout_of
-from trainer.megatron.names import Part, holders, layers_of, parts, shapes
+from trainer.megatron.names import Part, adapters_of, holders, layers_of, parts, shapes
+from trainer.megatron.plan import describe
 
 DENSE = Architecture(
     family="qwen3", layers=4, hidden=8, heads=4, kv_heads=2, head_width=2, feed_forward=12, vocabulary=70, tied=False, norm_epsilon=1e-6,
@@ -139,6 +141,24 @@ def test_the_whole_deepseek_v3_is_known() -> None:
     architecture = architecture_of(DeepseekV3Config())
     assert sum(math.prod(shape) for shape in shapes(architecture).values()) == pytest.approx(671.0e9, rel=1e-3)
     architecture.check(Layout(data=8, tensor=8, expert=64))
+
+
+def test_memory_of_a_rank_with_adapters_is_the_weights_and_sixteen_bytes_of_each_adapters_parameter() -> None:
+    """4 layers of hidden 8, 4 heads and 2 groups 2 wide, 12 columns; adapters of rank 1 on q_proj [8, 8]: 16 parameters a layer."""
+    config = TrainerConfig(backend="megatron", ranks=1)
+    frozen = sum(math.prod(shape) for shape in shapes(DENSE).values()) + (128 - 70) * 2 * 8  # padding of the vocabulary
+    (line,) = [
+        line for line in describe(config, DENSE, bfloat16=False, adapters=adapters_of(DENSE, LoraConfig(rank=1, targets=["q_proj"]))) if "memory" in line
+    ]
+    assert f"{(frozen * 4 + 4 * 16 * 16) / 2**20:,.1f} MiB for frozen weights, and" in line
+
+
+def test_adapters_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"lora\.targets has 'query', which is no linear layer of the model; there are down_proj, gate_proj"):
+        adapters_of(DENSE, LoraConfig(targets=["query"]))
+    for architecture, lora in ((MOE, LoraConfig()), (DENSE, LoraConfig(dora=True))):
+        with pytest.raises(ValueError, match=r"is not there for trainer\.backend = 'megatron'"):
+            adapters_of(architecture, lora)
 
 
 def test_parallelism_that_fsdp_does_not_have_is_refused() -> None:
