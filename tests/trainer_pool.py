@@ -50,7 +50,7 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)  # a pool that ran into its deadline is closed twice
 
 
 def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
