@@ -53,6 +53,7 @@ FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/core/checkpoint/test_checkpoint_writer.py",
     "tests/core/model/test_packed_fsdp.py",
     "tests/trainer/megatron/test_convert.py",
+    "tests/trainer/split_forward/test_hilore_ranks.py",
     "tests/trainer/split_forward/test_sharing_ranks.py",
     "tests/trainer/test_parts_of_a_row.py",
     "tests/trainer/test_penalty_and_guard.py",

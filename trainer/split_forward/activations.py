@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from miles.core.memory.actions import Action
 from miles.core.memory.float8 import compress, restore
+from miles.core.model.fused_layer import without_outputs
 from miles.core.planning.ledger import Held, Ledger
 from miles.core.planning.meters import is_parameter
 
@@ -173,7 +174,7 @@ class _Bundle:
             return None
 
         try:
-            with torch.enable_grad(), saved_tensors_hooks(pack, _never):
+            with torch.enable_grad(), without_outputs(), saved_tensors_hooks(pack, _never):
                 self._forward(*self._args, **self._kwargs)
         except _Enough:
             pass
@@ -197,7 +198,8 @@ class _Bundle:
             return 0.0
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter()
+            return time.perf_counter()
+        return time.process_time()  # whatever else this machine is doing
 
     def _spent(self, action: Action, began: float) -> None:
         if self._owner.seconds is not None:

@@ -135,7 +135,7 @@ class HiLoRe:
         everything_again = [Action.RECOMPUTE] * self._activations.layers
         self.budget = int(self._memory * max(foot.peak(everything_again) for foot in foots))
         allowed = 0.0 if self.norm is None else self._risk * self.norm / self._world
-        batches = [self._batch(foot, row, exposure, allowed) for foot, row, exposure in zip(foots, rows, exposures, strict=True)]
+        batches = [self.batch(foot, row, exposure, allowed) for foot, row, exposure in zip(foots, rows, exposures, strict=True)]
         self.allocation = allocation = allocate(batches, self.budget, allowed)
         self.peak = max(foot.peak(actions) for foot, actions in zip(foots, allocation.actions, strict=True))
         slack = Slack(allowed - sum(allocation.risk))
@@ -203,7 +203,8 @@ class HiLoRe:
             return [float("inf")] * self._activations.layers
         return [self.calibration.per_exposure(layer) for layer in range(self._activations.layers)]
 
-    def _batch(self, foot: RowFootprint, row: Row, exposure: float, allowed: float) -> MicroBatch:
+    def batch(self, foot: RowFootprint, row: Row, exposure: float, allowed: float) -> MicroBatch:
+        """One micro-batch as the knapsack has it; `allowed`: the update's risk."""
         assert self.profile is not None
         tokens, per_exposure, layers = len(row.tokens_T), self._per_exposure(), []
         for number, own in enumerate(foot.layer):
@@ -229,9 +230,9 @@ class HiLoRe:
             ) from error
         if self.profile is None:
             self.profile = profiles.load(self._key)
-            if not self._everywhere(self.profile is not None):
-                self.profile = self._measured(rows, run)
-                profiles.store(self._key, self.profile)
+        if not self._everywhere(self.profile is not None):
+            self.profile = self._measured(rows, run)
+            profiles.store(self._key, self.profile)
         self._model.zero_grad(set_to_none=True)
 
     def _everywhere(self, here: bool) -> bool:

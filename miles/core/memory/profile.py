@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds a token, by layer, that an action costs beyond keeping: the second forward; compressing and restoring."""
+    """Seconds a token (CPU-seconds on a CPU), by layer, that an action costs beyond keeping: the second forward; compressing and restoring."""
 
     recompute: tuple[float, ...]
     compress: tuple[float, ...]

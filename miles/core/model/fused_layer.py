@@ -12,7 +12,9 @@ names and the mathematics are the model's own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,20 @@ from miles.core.model.packed import window_of
 _LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen3DecoderLayer"})
 _NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen3RMSNorm"})
 _DTYPES = frozenset({torch.float32, torch.float64})  # narrower ones have their norms in float32
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def without_outputs() -> Iterator[None]:
+    """For a forward that is run again for what it saves: a layer's last product, more than a quarter of its work, is left out and its output is not
+    to be used. Of this thread."""
+    _thread.saved_only = True
+    try:
+        yield
+    finally:
+        _thread.saved_only = False
 
 
 def fuse_layers(model: PreTrainedModel) -> int:
@@ -145,6 +161,8 @@ class _Rest(torch.autograd.Function):
         input_TD = (middle_TD * scale_T1).mul_(norm_D)
         gate_TF, up_TF = input_TD @ gate.t(), input_TD @ up.t()
         ctx.save_for_backward(attended_TX, norm_D, out, gate, up, down, middle_TD, scale_T1, gate_TF, up_TF)
+        if getattr(_thread, "saved_only", False):
+            return torch.empty_like(middle_TD)
         return torch.addmm(middle_TD, silu(gate_TF).mul_(up_TF), down.t())
 
     @staticmethod

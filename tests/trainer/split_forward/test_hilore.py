@@ -15,6 +15,7 @@ from torch import Tensor
 
 from algorithms.config import AlgorithmConfig
 from algorithms.contracts import Counts, LossOutput
+from miles.config import ConfigError, load
 from miles.core.memory.actions import Action
 from miles.core.memory.footprint import Footprint
 from miles.core.memory.knapsack import MicroBatch, Option, allocate
@@ -26,6 +27,7 @@ from miles.core.model.lora import add_adapters
 from miles.core.planning.meters import Meter
 from miles.data.packing import pack
 from miles.data.types import Group, Sample
+from miles.run.recipe import DistillRecipe, PreferenceRecipe, RewardModelRecipe
 from tests.core.model.architectures import random_model
 from tests.trainer_cases import gradients, make_backend, make_sample, mixed_groups, single_rank, small_model, weights
 from trainer.config import TrainerConfig
@@ -290,6 +292,14 @@ def test_a_run_that_goes_on_from_a_checkpoint_chooses_as_it_would_have(model: Pa
 def test_what_it_does_not_go_with_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         TrainerConfig(activations="hilore", **options)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "needed"), [(DistillRecipe, ["distill.teacher=t", "distill.divergence=reverse"]), (PreferenceRecipe, []), (RewardModelRecipe, [])]
+)
+def test_recipes_without_a_loss_on_log_probs_are_refused(recipe: Any, needed: list[str]) -> None:
+    with pytest.raises(ConfigError, match="weighs tokens by a loss on log-probs"):
+        load(recipe, None, ["model.path=m", 'data.paths=["d.jsonl"]', "trainer.activations=hilore", *needed])
 
 
 def test_models_whose_bytes_cannot_be_foreseen_are_refused() -> None:
