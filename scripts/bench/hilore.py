@@ -170,7 +170,7 @@ def speed(bench: Bench, rounds: int) -> bool:
     rough = bench.timed(row, every, 1)
     profile = bench.hilore.profile
     assert profile is not None
-    tokens, most = len(row.tokens_T), foot.peak((Action.KEEP,) * LAYERS)
+    tokens, most = features(row)[0], foot.peak((Action.KEEP,) * LAYERS)
     again_ms, compress_ms = 1e3 * profile.recompute[0] * tokens, 1e3 * profile.compress[0] * tokens
     print(f"{tokens} tokens, full recompute holds {least / 2**20:.1f} MiB, keeping everything {most / least:.2f} times that")
     print(f"a layer: {again_ms:.1f} ms to compute again, {compress_ms:.1f} ms to compress and restore", flush=True)

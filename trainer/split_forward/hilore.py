@@ -12,6 +12,7 @@ of 0 nothing is compressed, and every gradient has the bits that it has without 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,8 +46,9 @@ TRIALS = 16
 """Micro-batches of the calibration, at most."""
 _PROFILED = 3
 """Runs that each of a profile's two is the fastest of."""
-_PROBES = ((5,), (9,), (4, 4), (3, 3, 3), (7, 3), (8, 7), (9, 4, 2), (12, 2, 2, 5), (6, 5, 2), (16, 1, 9))
-"""Lengths of the sequences of rows that the footprint is fitted to: one block or several, gathered or as they lie."""
+_PROBES = ((5,), (9,), (4, 4), (3, 3, 3), (7, 3), (8, 7), (9, 4, 2), (12, 2, 2, 5), (6, 5, 2), (16, 2, 9))
+"""Lengths of the sequences of rows that the footprint is fitted to: one block or several, gathered or as they lie. Each is there twice, once with
+sequences that begin alike."""
 
 Run = Callable[[Row, RowLoss], LossOutput]
 """Scores a row and takes a loss of it, ready for its backward."""
@@ -206,7 +208,7 @@ class HiLoRe:
     def batch(self, foot: RowFootprint, row: Row, exposure: float, allowed: float) -> MicroBatch:
         """One micro-batch as the knapsack has it; `allowed`: the update's risk."""
         assert self.profile is not None
-        tokens, per_exposure, layers = len(row.tokens_T), self._per_exposure(), []
+        tokens, per_exposure, layers = features(row)[0], self._per_exposure(), []
         for number, own in enumerate(foot.layer):
             again, compressing = self.profile.recompute[number] * tokens, self.profile.compress[number] * tokens
             options = [
@@ -244,7 +246,8 @@ class HiLoRe:
 
     def _measured(self, rows: Sequence[Row], run: Run) -> Profile:
         """On the longest row. Collective."""
-        row = max(rows, key=lambda row: len(row.tokens_T))
+        row = max(rows, key=lambda row: features(row)[0])
+        tokens = features(row)[0]
         found = []
         for action in (Action.RECOMPUTE, Action.COMPRESS):
             runs = []
@@ -252,7 +255,7 @@ class HiLoRe:
                 seconds: defaultdict[tuple[int, Action], float] = defaultdict(float)
                 self._activations.seconds = seconds
                 self._alone(row, [action] * self._activations.layers, run, summed)
-                runs.append([seconds[number, action] / len(row.tokens_T) for number in range(self._activations.layers)])
+                runs.append([seconds[number, action] / tokens for number in range(self._activations.layers)])
             self._activations.seconds = None
             found.append(tuple(np.min(runs[1:], axis=0).tolist()))
         return Profile(recompute=found[0], compress=found[1])
@@ -347,18 +350,21 @@ def check(model: PreTrainedModel, longest: int) -> int:
 
 
 def probes(device: torch.device) -> list[Row]:
-    """Small rows of random tokens."""
-    return [row_of(Shared(packed=pack([_sample(length, n % 2) for n, length in enumerate(lengths)]), indices=()), None, device) for lengths in _PROBES]
+    """Small rows, of tokens 0 to 3, which any vocabulary has."""
+    rows = []
+    for lengths, alike in itertools.product(_PROBES, (False, True)):
+        samples = [_sample(length, 1 + n % 2 if length > 2 else 1, 0 if alike else n) for n, length in enumerate(lengths)]
+        rows.append(row_of(Shared(packed=pack(samples), indices=()), None, device))
+    return rows
 
 
-def _sample(length: int, prompt: int) -> Sample:
-    """Token 0, so that any vocabulary has it."""
-    length, prompt = max(length, 2), prompt + 1
-    prompt = min(prompt, length - 1)
+def _sample(length: int, prompt: int, first: int) -> Sample:
+    tokens = np.zeros(length, np.int64)
+    tokens[0] = first
     return Sample(
         sample_id="",
         group_id="",
-        tokens=np.zeros(length, np.int64),
+        tokens=tokens,
         prompt_length=prompt,
         loss_mask=np.ones(length - prompt, np.bool_),
         logprobs=np.zeros(length - prompt, np.float32),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -60,13 +61,15 @@ def observe(activations: Activations, row: Row, run: Callable[[Row, RowLoss], Lo
 
 
 def features(row: Row) -> tuple[int, ...]:
-    """What a row's bytes are linear in: tokens; where attention gathers sequences into padded blocks, those and the places of the blocks; scored
-    tokens; and 1."""
+    """What a row's bytes are linear in: tokens that are computed (common ones once); where attention gathers them into blocks, the places of the
+    blocks, and again those tokens; scored tokens; and 1."""
     lengths = _lengths(row)
     blocks, gather, _ = padded_blocks(lengths)
-    tokens = sum(lengths)
-    padded = 0 if gather is None else sum(count * length for count, length in blocks)
-    return tokens, padded, tokens if padded else 0, len(row.scored_N), 1
+    every = computed = sum(lengths)
+    if row.first_T is not None:
+        computed = int((row.first_T == torch.arange(every, device=row.first_T.device)).sum())
+    placed = 0 if gather is None and row.first_T is None else sum(count * length for count, length in blocks)
+    return computed, placed, computed if placed else 0, len(row.scored_N), 1
 
 
 def _lengths(row: Row) -> list[int]:

@@ -87,12 +87,22 @@ def row(*lengths: int) -> Row:
     return row_of(Shared(packed=pack(samples), indices=()), None, CPU)
 
 
+def beginning_alike(*lengths: int) -> Row:
+    """Answers to one prompt, which is computed once."""
+    prompt = make_sample(0, 0, 9, 1).tokens[:9]
+    samples = [make_sample(0, n, 9, length) for n, length in enumerate(lengths)]
+    samples = [replace(s, tokens=np.concatenate([prompt, s.response_tokens])) for s in samples]
+    made = row_of(Shared(packed=pack(samples), indices=()), None, CPU)
+    assert made.first_T is not None
+    return made
+
+
 @pytest.mark.parametrize("kind", ["fused", "modules", pytest.param("llama", marks=pytest.mark.full), "lora", pytest.param("float64", marks=pytest.mark.full)])
 def test_the_bytes_foreseen_are_those_counted(kind: str) -> None:
     """Choices for three layers, in rows of one block, of several, and of one sequence."""
     alone = made(kind)
     footprint = alone.footprint()
-    rows = [row(20), row(6, 5, 4), row(30, 28, 3, 2), row(7, 6), row(1, 1)]
+    rows = [row(20), row(6, 5, 4), row(30, 28, 3, 2), beginning_alike(7, 4), beginning_alike(5, 5, 5)]
     choices = [(K, K, K), (R, R, R), (L, L, L), (K, L, R), (R, K, L), (L, R, K), (R, R, K)]
     for actions, one in zip(choices, itertools.cycle(rows), strict=False):
         foot = footprint.row(features(one))
