@@ -17,8 +17,8 @@ from miles.core.model.fused_layer import fuse_layers
 from miles.core.model.load import load_config, load_model
 from miles.core.model.lora import add_adapters
 from miles.core.model.reward import add_reward_head, reward_shell
-from miles.core.model.sliced import fill, materialise, shell_of, sources_of
 from miles.core.model.tensor_files import open_tensor_files
+from trainer.fsdp.loading import fill, materialise, shell_of, sources_of
 from trainer.fsdp.mesh import Mesh
 from trainer.fsdp.tensor_parallel import parallelise
 from trainer.split_forward.activations import Activations
@@ -61,7 +61,7 @@ def build_model(
 def load_divided(
     config: ModelConfig, master_dtype: torch.dtype, change: Callable[[PreTrainedModel], PreTrainedModel], ready: Callable[[PreTrainedModel], PreTrainedModel]
 ) -> PreTrainedModel:
-    """`ready(change(model))`, where `ready` divides the model over ranks, and each rank reads its own part: see `miles.core.model.sliced`.
+    """`ready(change(model))`, where `ready` divides the model over ranks, and each rank reads its own part: see `trainer.fsdp.loading`.
 
     What is not stored as the model has it (another format, a quantised one, older names) is read whole, on every rank, as transformers does.
     Raises as `load_model`.

@@ -14,9 +14,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from miles.core.model.config import LoraConfig
 from miles.core.model.load import load_model
 from miles.core.model.lora import add_adapters
-from miles.core.model.sliced import fill, materialise, shell_of, sources_of
 from miles.core.model.tensor_files import TensorFiles, open_tensor_files
 from miles.core.model.tiny import make_tiny_model
+from trainer.fsdp.loading import fill, materialise, shell_of, sources_of
+from weight_sync.slices import Block
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +95,9 @@ def test_an_experts_weight_is_read_from_its_many_tensors(experts: Path) -> None:
         assert files is not None
         sources = sources_of(shell_of(experts, torch.float32), files)
     assert sources is not None
-    boxes = sources["model.layers.1.mlp.experts.gate_up_proj"].boxes
-    assert boxes["model.layers.1.mlp.experts.2.up_proj.weight"] == [(2, 3), (8, 16), (0, 16)]
-    assert len(boxes) == 6
+    blocks = sources["model.layers.1.mlp.experts.gate_up_proj"]
+    assert Block("model.layers.1.mlp.experts.2.up_proj.weight", ((0, 8), (0, 16)), ((2, 3), (8, 16), (0, 16))) in blocks
+    assert len(blocks) == 6
 
 
 def test_what_is_read_is_what_the_files_hold(experts: Path) -> None:
