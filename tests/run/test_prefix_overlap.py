@@ -33,7 +33,6 @@ def test_a_run_whose_engine_is_killed_during_the_overlap_equals_the_serial_one(t
     reward = f'reward.functions=[{{name="tests.run.runs:kills_its_engine_once", args={{flag="{tmp_path / "flag"}"}}}}]'
     rl.run(rl_recipe(task, tmp_path / "overlapped", *OPTIONS, reward))
     assert not actors_left()
-    assert (tmp_path / "overlapped" / "memory.svg").read_text().count("<path") > 10
     monkeypatch.setattr(PrefixOverlap, "submitted", lambda overlap, claim_ids: None)  # the same plans, with the answers
     rl.run(rl_recipe(task, tmp_path / "serial", *OPTIONS))
     assert weights(tmp_path / "overlapped") == weights(tmp_path / "serial")

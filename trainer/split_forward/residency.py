@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 from transformers import PreTrainedModel
 
+from miles.core.model.batch_invariant import is_batch_invariant
 from miles.core.planning.plan import Plan, Step
 from miles.core.planning.residency import Residency, Resident
 from trainer.split_forward.executor import PromptState
@@ -111,8 +112,9 @@ def _entries(model: PreTrainedModel) -> int:
 
 
 def can_plan(model: PreTrainedModel) -> bool:
-    """Whether what autograd keeps of this model is linear in its tokens: experts' batches depend on the routing."""
-    return not any(parameter.ndim == 3 for parameter in model.parameters())
+    """Whether what autograd keeps of this model is linear in its tokens: experts' batches depend on the routing, and batch-invariant operators
+    pad rows to whole tiles."""
+    return not is_batch_invariant(model) and not any(parameter.ndim == 3 for parameter in model.parameters())
 
 
 def local_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -200,3 +200,10 @@ def test_the_memory_plan_is_what_was_counted(model: Path, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match=r"above the budget of .* Lower trainer.max_tokens_per_microbatch"):
         backend.residency(plan.at(plan.peak) - 1)
     assert backend.residency(plan.at(plan.peak)) is not None
+
+
+def test_there_is_no_memory_plan_of_operators_that_pad(model: Path) -> None:
+    backend = overlapping(model, model={"true_on_policy": True}, dtype=torch.float32)
+    early(backend, sharing_groups())
+    backend.step_rl(sharing_groups())
+    assert backend.residency(None) is None
