@@ -18,12 +18,13 @@ from tests.run.runs import make_task, rl_recipe  # noqa: E402
 
 
 def main(folder: Path) -> None:
-    """One CPU a node, so that the trainer rank and the engine cannot be on the same one. Joined as `ray job submit` has it."""
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False})
+    """Two CPUs a node for two ranks and two engines, so that one engine at least is not on rank 0's. Joined as `ray job submit` has it."""
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False})
     try:
-        nodes.add_node(num_cpus=1, object_store_memory=100 * 2**20)
+        nodes.add_node(num_cpus=2, object_store_memory=100 * 2**20)
         os.environ["RAY_ADDRESS"] = nodes.address
-        rl.run(rl_recipe(make_task(folder), folder / "run", "weight_sync.transport=broadcast", "run.steps=2"))
+        overrides = ("run.steps=3", "run.max_staleness=1", "trainer.ranks=2", "rollout.engines=2", "weight_sync.transport=broadcast", "algorithm.kl_coef=0.05")
+        rl.run(rl_recipe(make_task(folder), folder / "run", *overrides))
         actors = {node["NodeID"] for node in ray.nodes()} if ray.is_initialized() else set()
         print(f"nodes still joined: {len(actors)}")
     finally:
