@@ -38,7 +38,7 @@ def test_a_run_whose_engine_is_killed_during_the_overlap_equals_the_serial_one(t
     assert weights(tmp_path / "overlapped") == weights(tmp_path / "serial")
     overlapped, serial = records(tmp_path / "overlapped"), learned(tmp_path / "serial")
     assert [r["groups/failed"] > 0 for r in overlapped] == [False, False, True]
-    assert all(r["sharing/ahead"] > 0.3 and r["mismatch/logprob_abs_max"] == 0.0 for r in overlapped)
+    assert all(r["sharing/ahead"] > 0.1 and r["mismatch/logprob_abs_max"] == 0.0 for r in overlapped)
     of_overlap = {"sharing/ahead", "groups/failed"}
     assert [{k: v for k, v in r.items() if k not in of_overlap} for r in learned(tmp_path / "overlapped")] == [
         {k: v for k, v in r.items() if k not in of_overlap} for r in serial
