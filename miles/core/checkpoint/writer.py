@@ -27,12 +27,13 @@ from miles.core.checkpoint.store import MANIFEST, PARTIAL, CheckpointError, Chec
 class CheckpointWriter:
     """One per rank. Saves follow each other: a new one first waits for the one before.
 
-    Background collectives have a gloo group of their own, since two threads may not share one.
+    Background collectives have a gloo group of their own, since two threads may not share one. It is opened by the first save: a thread of
+    its own polls each group of gloo.
     """
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        self._group = dist.new_group(backend="gloo") if world > 1 else None
+        self._group: dist.ProcessGroup | None = None
         # Plain copies in CPU memory, made before `save` returns: training goes on while they are written.
         self._stager = DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -52,6 +53,8 @@ class CheckpointWriter:
         if folder.exists():
             raise ValueError(f"checkpoint {folder} exists already; checkpoints are never overwritten")
         manifest = _manifest(self._world, state, extra)
+        if self._world > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo")
         staged = self._staged(tensors)
         # Each rank's own states, under its own name: torch.distributed.checkpoint stores plain tensors of one name once.
         staged[rng_name(self._rank)] = rng.capture()
@@ -66,9 +69,12 @@ class CheckpointWriter:
             writing.result()
 
     def close(self) -> None:
-        """End the thread, after the write that it may be in."""
+        """End the thread, after the write that it may be in, and leave its group."""
         self._thread.shutdown(wait=True)
         self._stager.close()
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
     def _write(self, folder: Path, tensors: dict[str, Any], manifest: str, keep: int | None) -> None:
         partial = folder.with_name(folder.name + PARTIAL)
