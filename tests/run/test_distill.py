@@ -113,7 +113,7 @@ def test_a_tokenizer_whose_text_cannot_be_told(task: dict[str, Path], tmp_path: 
             ["distill.place=engine", "distill.top_k=4", "teacher_engine.engine=sglang", "rollout.temperature=0.7"],
             "rollout.temperature = 0.7 with a teacher served by SGLang",
         ),
-        (["distill.place=engine", "distill.top_k=4", "teacher_engine.engines=3", "cluster.cpus=4"], "3 teacher engines x 1 threads = 5 CPUs"),
+        (["distill.place=engine", "distill.top_k=4", "teacher_engine.engines=3", "cluster.cpus=4"], "3 teacher engines x 1 = 5 CPUs"),
     ],
 )
 def test_places_that_do_not_fit_together(task: dict[str, Path], tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -7,6 +7,7 @@ import inspect
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -46,7 +47,22 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        return self._process.is_alive()
+        """Whether it answers. A killed process closes its files one by one, so its socket may refuse before multiprocessing hears of its end."""
+        if self._process.is_alive() and _listens(self.address):
+            return True
+        self._process.join(DEADLINE_S)
+        return False
+
+
+def _listens(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as caller:
+        try:
+            caller.connect(address)
+        except ConnectionRefusedError:
+            return False
+        except FileNotFoundError:  # still starting
+            return True
+    return True
 
 
 def remote_call(address: str, method: str, *args: Any) -> Any:
@@ -115,7 +131,10 @@ def _serve(address: str, factory: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 def _answer(connection: Connection, target: Any, loop: asyncio.AbstractEventLoop, armed: dict[str, tuple[str, int]]) -> None:
     with connection:
-        method, args = connection.recv()
+        try:
+            method, args = connection.recv()
+        except EOFError:  # one that only asked whether somebody listens
+            return
         try:
             if method == "__arm__":
                 armed[args[0]] = args[1:]
