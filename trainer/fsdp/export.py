@@ -22,7 +22,31 @@ from weight_sync.contracts import TensorSpec
 from weight_sync.slices import Block, Slice, full
 
 
-class Exporter:
+class _InSlices:
+    """An export by the slices that ranks hold of it."""
+
+    _own: dict[str, Tensor]
+    _dtype: torch.dtype
+
+    @cached_property
+    def _blocks(self) -> dict[str, list[Block]]:
+        raise NotImplementedError
+
+    @cached_property
+    def mine(self) -> RankSlices:
+        """This rank's part of it, no adapters merged. Raises ValueError as `checkpoint_blocks`."""
+        return RankSlices(self._own, self._blocks, self._dtype)
+
+    def planned(self, world: int, rank: int) -> list[Slice]:
+        """As `slices.planned`, of a model that is not yet sharded. Raises ValueError as `checkpoint_blocks`."""
+        return planned(self._own, self._blocks, world, rank)
+
+    def places(self) -> dict[str, tuple[str, Block]]:
+        """Where each tensor of the export lies in memory: in which tensor, and where in it."""
+        return {block.name: (own, block) for own, blocks in self._blocks.items() for block in blocks}
+
+
+class Exporter(_InSlices):
     """The names a checkpoint gives to a model's tensors, and the tensors themselves, full and in `dtype`, adapters merged into them.
 
     Args:
@@ -62,19 +86,6 @@ class Exporter:
     def _blocks(self) -> dict[str, list[Block]]:
         return {own: checkpoint_blocks(self._model, own, tuple(tensor.shape)) for own, tensor in self._own.items()}
 
-    @cached_property
-    def mine(self) -> RankSlices:
-        """This rank's part of it, no adapters merged. Raises ValueError as `checkpoint_blocks`."""
-        return RankSlices(self._own, self._blocks, self._dtype)
-
-    def planned(self, world: int, rank: int) -> list[Slice]:
-        """As `slices.planned`, of a model that is not yet sharded. Raises ValueError as `checkpoint_blocks`."""
-        return planned(self._own, self._blocks, world, rank)
-
-    def places(self) -> dict[str, tuple[str, Block]]:
-        """Where each tensor of the export lies in memory: in which tensor, and where in it."""
-        return {block.name: (own, block) for own, blocks in self._blocks.items() for block in blocks}
-
     def write(self, config: ModelConfig, folder: Path) -> None:
         """A directory that transformers and SGLang load: weights, config and tokenizer. It appears whole. Collective."""
         state = {}
@@ -110,12 +121,12 @@ class Exporter:
         return revert_weight_conversion(self._model, {name: tensor})
 
 
-class AdapterExporter:
+class AdapterExporter(_InSlices):
     """The adapters of a model under the names of peft's files, full and in `dtype`: all that an update of the engines carries."""
 
     def __init__(self, model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, rank: int):
         self._model, self._lora, self._dtype, self._rank = model, lora, dtype, rank
-        self._own = adapter_tensors(model)
+        self._own = dict[str, Tensor](adapter_tensors(model))
 
     def specs(self) -> list[TensorSpec]:
         return [TensorSpec(name, tuple(tensor.shape), str(self._dtype).removeprefix("torch.")) for name, tensor in self._own.items()]
@@ -129,19 +140,6 @@ class AdapterExporter:
     @cached_property
     def _blocks(self) -> dict[str, list[Block]]:
         return {name: [Block(name, full(tensor.shape), full(tensor.shape))] for name, tensor in self._own.items()}
-
-    @cached_property
-    def mine(self) -> RankSlices:
-        """This rank's part of it."""
-        return RankSlices(self._own, self._blocks, self._dtype)
-
-    def planned(self, world: int, rank: int) -> list[Slice]:
-        """As `Exporter.planned`."""
-        return planned(self._own, self._blocks, world, rank)
-
-    def places(self) -> dict[str, tuple[str, Block]]:
-        """As `Exporter.places`."""
-        return {block.name: (own, block) for own, blocks in self._blocks.items() for block in blocks}
 
     def write(self, config: ModelConfig, folder: Path) -> None:
         """A directory that peft and SGLang load beside `config.path`. It appears whole. Collective."""
