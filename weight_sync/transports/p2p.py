@@ -26,6 +26,7 @@ from weight_sync.layout import torch_dtype, views
 from weight_sync.slices import Slice
 
 _POLL_S = 0.0002
+_PROGRESS_US = 10_000
 
 
 class Agent:
@@ -36,7 +37,8 @@ class Agent:
         library = nixl()
         with environment({"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"} if loopback else {}):
             try:
-                self.nixl: Any = library.nixl_agent(f"miles-{uuid.uuid4()}", library.nixl_agent_config(backends=["UCX"], capture_telemetry=True))
+                with _progress_waits(library.nixlBind):
+                    self.nixl: Any = library.nixl_agent(f"miles-{uuid.uuid4()}", library.nixl_agent_config(backends=["UCX"], capture_telemetry=True))
             except library.nixlBind.nixlBackendError as error:
                 raise WeightSyncError(f"NIXL cannot start with UCX ({error}): UCX_NET_DEVICES = {os.environ.get('UCX_NET_DEVICES', 'not set')}") from error
         self._peers: dict[str, bytes] = {}
@@ -230,6 +232,23 @@ def nixl() -> Any:
     except ImportError as error:
         raise WeightSyncError(f"weight_sync.transport = 'p2p' needs NIXL, which is not installed: pip install nixl-cu12 ({error})") from error
     return _api
+
+
+@contextmanager
+def _progress_waits(binding: Any) -> Iterator[None]:
+    """The thread that serves peers waits in `poll` for them. NIXL's Python interface sets its timeout to 0, which takes a whole core for as long
+    as the process lives, and has no argument for it."""
+    plain = binding.nixlAgentConfig
+
+    class Config(plain):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, _PROGRESS_US if name == "pthrDelay" else value)
+
+    binding.nixlAgentConfig = Config
+    try:
+        yield
+    finally:
+        binding.nixlAgentConfig = plain
 
 
 @contextmanager
