@@ -240,11 +240,10 @@ def _progress_waits(binding: Any) -> Iterator[None]:
     as the process lives, and has no argument for it."""
     plain = binding.nixlAgentConfig
 
-    class Config(plain):  # type: ignore[misc]
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, _PROGRESS_US if name == "pthrDelay" else value)
+    def set_but_wait(config: Any, name: str, value: Any) -> None:
+        plain.__setattr__(config, name, _PROGRESS_US if name == "pthrDelay" else value)
 
-    binding.nixlAgentConfig = Config
+    binding.nixlAgentConfig = type("WaitingConfig", (plain,), {"__setattr__": set_but_wait})
     try:
         yield
     finally:
