@@ -88,7 +88,7 @@ async def call_trainer(trainer: Trainer, timeout_s: float, fn: Callable[..., Any
     try:
         async with asyncio.timeout(timeout_s):
             return await trainer.run_on_ranks(fn, *args)
-    except Exception as error:
+    except Exception as error:  # raised on, whatever it was, with the place it came from
         raise WeightSyncError(f"the trainer failed at {fn.__name__}: {reason(error)}") from error
 
 

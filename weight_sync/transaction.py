@@ -134,7 +134,7 @@ class WeightSync:
                 self._check_still_published(version, sent.digests)
             else:
                 self._journal.append(self._entry(manifest, sent, engine_ids))
-        except Exception as error:
+        except Exception as error:  # whatever it was, engines must be left on the old weights; it is raised on
             dead = await self._abort(engine_ids, paused)
             where = f"engine {engine_ids[0]} catching up with version {version}" if joining else f"update from version {self.version} to {version}"
             raise UpdateAborted(f"{where}: {reason(error)}", dead) from error

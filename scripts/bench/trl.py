@@ -152,7 +152,7 @@ def quietly(run: Callable[..., None], connection: Connection, log: Path, *args: 
             run(connection, *args)
         except (EOFError, BrokenPipeError):
             pass  # the parent has ended, and with it the benchmark
-        except BaseException:
+        except BaseException:  # shown and raised again: nothing is swallowed
             file.flush()
             os.write(shown, log.read_bytes()[-4000:])
             raise

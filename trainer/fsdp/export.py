@@ -30,7 +30,8 @@ class _InSlices:
 
     @cached_property
     def _blocks(self) -> dict[str, list[Block]]:
-        raise NotImplementedError
+        """Which tensors of the checkpoint each of ours has, and where: itself, unless a model says otherwise."""
+        return {name: [Block(name, full(tensor.shape), full(tensor.shape))] for name, tensor in self._own.items()}
 
     @cached_property
     def mine(self) -> RankSlices:
@@ -136,10 +137,6 @@ class AdapterExporter(_InSlices):
         for name in names:
             full = gathered(self._own[name])
             yield name, full.to(self._dtype) if self._rank == 0 else torch.empty(0, dtype=self._dtype)
-
-    @cached_property
-    def _blocks(self) -> dict[str, list[Block]]:
-        return {name: [Block(name, full(tensor.shape), full(tensor.shape))] for name, tensor in self._own.items()}
 
     def write(self, config: ModelConfig, folder: Path) -> None:
         """A directory that peft and SGLang load beside `config.path`. It appears whole. Collective."""

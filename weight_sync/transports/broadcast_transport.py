@@ -148,7 +148,7 @@ def send_buckets(backend: WeightSource, rank: int, name: str, buckets: tuple[Buc
                 started = bucket, _groups[name].start(bucket, flat)
         if started is not None:
             _groups[name].finish(*started)
-    except BaseException as error:
+    except BaseException as error:  # raised again below
         # Engines that still wait to receive are freed by this; their own leaving cannot free them.
         leave(backend, rank, name)
         if isinstance(error, WeightSyncError):
