@@ -136,6 +136,14 @@ def sglang_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         asyncio.run(engine.close())
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """This process is the one rank of a module that says `usefixtures("one_rank")`."""
+    from tests.trainer_cases import single_rank
+
+    yield from single_rank()
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Pool]:
     """Two processes joined by gloo that run functions of test modules in step; transformers' norm may be in float64 there."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from algorithms.kl import MAX_WEIGHT
 from miles.data.types import Group
-from tests.trainer_cases import gradients, make_backend, plain_logprobs, plain_model
+from tests.trainer_cases import clipped_losses, gradients, make_backend, plain_logprobs, plain_model
 
 LORA = {"rank": 3, "alpha": 5}
 
@@ -58,18 +58,10 @@ def peft_gradients(path: Path, groups: Sequence[Group], lora: dict[str, Any], kl
     KL divergence from the model without its adapter, estimated on tokens of another policy; sample by sample."""
     model = peft_model(path, lora=lora)
     tokens = sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
-    for group in groups:
-        rewards = np.array([s.reward for s in group.samples], np.float64)
-        spread = rewards.std(ddof=1)
-        for sample, reward in zip(group.samples, rewards, strict=True):
-            advantage = 0.0 if spread == 0 else float((reward - rewards.mean()) / spread)
-            mask = torch.from_numpy(sample.loss_mask)
-            new = plain_logprobs(model, sample)[mask]
-            ratio = (new - torch.from_numpy(sample.logprobs).double()[mask]).exp()
-            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum()
-            if kl_coef:
-                with torch.no_grad(), model.disable_adapter():
-                    apart = plain_logprobs(model, sample)[mask]
-                loss = loss + kl_coef * (ratio.detach().clamp(max=MAX_WEIGHT) * (new - apart).square() / 2).sum()
-            (loss / tokens).backward()
+    for sample, new, ratio, loss in clipped_losses(model, groups):
+        if kl_coef:
+            with torch.no_grad(), model.disable_adapter():
+                apart = plain_logprobs(model, sample)[torch.from_numpy(sample.loss_mask)]
+            loss = loss + kl_coef * (ratio.detach().clamp(max=MAX_WEIGHT) * (new - apart).square() / 2).sum()
+        (loss / tokens).backward()
     return {name.removeprefix("base_model.model."): p.grad.numpy() for name, p in model.named_parameters() if p.requires_grad}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -194,12 +195,8 @@ def plain_logprobs(model: Any, sample: Sample, temperature: float = 1.0) -> torc
     return torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[sample.prompt_length - 1 :, 0]
 
 
-def plain_gradients(
-    path: Path, groups: Sequence[Group], *, clip_low: float = 0.2, clip_high: float = 0.28, per_expert: bool = False
-) -> dict[str, NDArray[np.float64]]:
-    """Gradient of GRPO's clipped token-mean loss, written out sample by sample; `per_expert`: under the names of a checkpoint."""
-    model = plain_model(path)
-    tokens = sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
+def clipped_losses(model: Any, groups: Sequence[Group], clip_low: float = 0.2, clip_high: float = 0.28) -> Iterator[tuple[Sample, Tensor, Tensor, Tensor]]:
+    """GRPO's clipped loss, written out sample by sample: the sample, its trained tokens' log-probs and ratios, and the sum of their losses."""
     for group in groups:
         rewards = np.array([s.reward for s in group.samples], np.float64)
         spread = rewards.std(ddof=1)
@@ -208,8 +205,17 @@ def plain_gradients(
             mask = torch.from_numpy(sample.loss_mask)
             new = plain_logprobs(model, sample)[mask]
             ratio = (new - torch.from_numpy(sample.logprobs).double()[mask]).exp()
-            surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
-            (-surrogate.sum() / tokens).backward()
+            yield sample, new, ratio, -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage).sum()
+
+
+def plain_gradients(
+    path: Path, groups: Sequence[Group], *, clip_low: float = 0.2, clip_high: float = 0.28, per_expert: bool = False
+) -> dict[str, NDArray[np.float64]]:
+    """Gradient of GRPO's clipped token-mean loss, sample by sample; `per_expert`: under the names of a checkpoint."""
+    model = plain_model(path)
+    tokens = sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
+    for *_, loss in clipped_losses(model, groups, clip_low, clip_high):
+        (loss / tokens).backward()
     found = {name: p.grad for name, p in model.named_parameters()}
     return {name: grad.numpy() for name, grad in (revert_weight_conversion(model, found) if per_expert else found).items()}
 

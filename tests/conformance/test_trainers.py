@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from tests.trainer_cases import (
     plain_logprobs,
     plain_model,
     relative_difference,
-    single_rank,
     slices,
     small_model,
     weights,
@@ -38,6 +36,8 @@ from tests.trainer_cases import (
 from tests.trainer_pool import Pool
 from trainer.config import TrainerConfig
 from trainer.fsdp.backend import FSDPBackend
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 EXACT = 1e-12
 PENALISED = 1e-9
@@ -47,11 +47,6 @@ PENALISED = 1e-9
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_model(tmp_path_factory.mktemp("trainers"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,14 @@ from tests.trainer_cases import (
     mixed_groups,
     plain_gradients,
     relative_difference,
-    single_rank,
     weights,
 )
 from tests.trainer_pool import Pool
 from trainer.config import TrainerConfig
 from trainer.fsdp.plan import bytes_of
 from trainer.rows.schedule import Update
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 EXACT = 1e-12
 TWO = {"tensor": {"tensor_parallel": 2}, "replicas": {"replicas": 2}}
@@ -46,11 +46,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two key-value heads, and a vocabulary that no even number of ranks divides evenly, tied."""
     alphabet = "".join(chr(0x100 + i) for i in range(VOCABULARY - 9 + 1))
     return make_tiny_model(tmp_path_factory.mktemp("layouts") / "model", alphabet=alphabet, hidden=16, heads=4, kv_heads=2, context=128)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
 
 
 @pytest.fixture(scope="module")

@@ -68,6 +68,14 @@ def _full(*layouts: str) -> list[Any]:
     return [pytest.param(layout, marks=pytest.mark.full) for layout in layouts]
 
 
+def saved(built: Any, folder: Path, model: Path) -> Path:
+    """`built` under `folder`, with the tokenizer of `model`."""
+    built.save_pretrained(folder)
+    for file in model.glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied, over 50 tokens: no layout divides the vocabulary. Eight layers, for four stages of two pieces."""
@@ -86,10 +94,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
                          "original_max_position_embeddings": 32},
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("llama") / "model"
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for file in model.glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return saved(LlamaForCausalLM(config), folder, model)
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +107,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
         tie_word_embeddings=False, pad_token_id=0,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("experts") / "model"
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    for file in model.glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return saved(Qwen3MoeForCausalLM(config), folder, model)
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +127,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
         if "e_score_correction_bias" in name:
             tensor.normal_(std=0.1)
     folder = tmp_path_factory.mktemp("latent") / "model"
-    drawn.save_pretrained(folder)
-    for file in model.glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return saved(drawn, folder, model)
 
 
 @pytest.fixture(scope="module", autouse=True)

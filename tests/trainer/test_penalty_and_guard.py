@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,22 +21,12 @@ from tests.trainer_cases import (
     plain_logprobs,
     plain_model,
     relative_difference,
-    single_rank,
-    small_model,
 )
 from tests.trainer_pool import Pool
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 EXACT = 1e-9
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("penalty"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
 
 
 def divergence(path: Path, groups: list[Group]) -> list[list[float]]:

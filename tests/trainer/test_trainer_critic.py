@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,18 @@ import torch
 from miles.core.checkpoint.store import CheckpointError
 from miles.data.types import Group, Status
 from tests.critic_cases import plain_ppo, ppo_groups, ppo_step, reward_model
-from tests.trainer_cases import make_backend, make_group, make_sample, mixed_groups, relative_difference, single_rank, small_model, weights
+from tests.trainer_cases import make_backend, make_group, make_sample, mixed_groups, relative_difference, weights
 from trainer.fsdp.backend import FSDPBackend
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 EXACT = 1e-9
 GAE = {"advantages": "gae", "gamma": 0.97, "gae_lambda": 0.9}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("ppo"))
-
-
-@pytest.fixture(scope="module")
 def critic(model: Path) -> Path:
     return reward_model(model, model.parent)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.2])

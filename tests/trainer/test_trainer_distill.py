@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from tests.trainer_cases import (
     plain_gradients,
     plain_model,
     relative_difference,
-    single_rank,
 )
 from tests.trainer_pool import Pool
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 EXACT = 1e-12
 KINDS = ["sampled", "forward", "reverse", "jensen"]
@@ -38,11 +38,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     alphabet, folder = "".join(chr(0x100 + i) for i in range(VOCABULARY - 9)), tmp_path_factory.mktemp("distill")
     student = make_tiny_model(folder / "student", alphabet=alphabet, hidden=16, heads=2, kv_heads=1, layers=1, context=128)
     return student, make_tiny_model(folder / "teacher", alphabet=alphabet, hidden=24, heads=2, kv_heads=1, context=128, seed=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
 
 
 def expected_divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch.Tensor:

@@ -17,20 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from algorithms.preference.config import PreferenceConfig, RewardModelConfig
 from tests.lora_cases import LORA, lora_gradients, peft_gradients, peft_model, stir
-from tests.trainer_cases import make_backend, make_sample, mixed_groups, plain_logprobs, plain_model, relative_difference, single_rank, small_model
+from tests.trainer_cases import make_backend, make_sample, mixed_groups, plain_logprobs, plain_model, relative_difference
 from tests.trainer_pool import Pool
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 EXACT = 1e-12
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("lora"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
 
 
 @pytest.fixture(scope="module")

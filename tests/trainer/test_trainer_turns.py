@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -23,22 +22,12 @@ from tests.trainer_cases import (
     plain_logprobs,
     plain_model,
     relative_difference,
-    single_rank,
-    small_model,
 )
 from trainer.rows.batch import Batch
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 EXACT = 1e-12
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("turns"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
 
 
 def trajectory(group: int, index: int, reward: float | None, *turns: tuple[str | None, float]) -> Sample:

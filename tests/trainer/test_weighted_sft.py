@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.trainer_cases import gradients, make_backend, make_sample, relative_difference, single_rank, small_model
+from tests.trainer_cases import gradients, make_backend, make_sample, relative_difference
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8192])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +9,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from tests.trainer_cases import make_backend, mixed_groups, single_rank, small_model, weights
+from tests.trainer_cases import make_backend, mixed_groups, small_model, weights
 from trainer.config import TrainerConfig
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_offload_changes_no_bit(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from tests.trainer_cases import (
     plain_gradients,
     relative_difference,
     sharing_groups,
-    single_rank,
-    small_model,
     weights,
 )
 from trainer.contracts import ClaimedPrompt
@@ -31,17 +29,9 @@ from trainer.fsdp.backend import FSDPBackend
 from trainer.split_forward.executor import PromptState
 from trainer.split_forward.residency import counted_bytes
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 EXACT = 1e-12
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("overlap"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
 
 
 def overlapping(path: Path, trainer: dict[str, Any] | None = None, **options: Any) -> FSDPBackend:

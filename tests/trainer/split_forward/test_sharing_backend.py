@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,13 @@ from tests.trainer_cases import (
     relative_difference,
     share_prompts,
     sharing_groups,
-    single_rank,
-    small_model,
     weights,
 )
 from trainer.fsdp.backend import FSDPBackend
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 EXACT = 1e-12
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("sharing"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one() -> Iterator[None]:
-    yield from single_rank()
 
 
 def both(path: Path, trainer: dict[str, Any] | None = None, **options: Any) -> tuple[FSDPBackend, FSDPBackend]:
