@@ -27,6 +27,7 @@ from weight_sync.slices import Slice
 
 _POLL_S = 0.0002
 _PROGRESS_US = 10_000
+_DRAIN_S = 2.0
 
 
 class Agent:
@@ -42,7 +43,6 @@ class Agent:
             except library.nixlBind.nixlBackendError as error:
                 raise WeightSyncError(f"NIXL cannot start with UCX ({error}): UCX_NET_DEVICES = {os.environ.get('UCX_NET_DEVICES', 'not set')}") from error
         self._peers: dict[str, bytes] = {}
-        self._abandoned: list[tuple[Any, torch.Tensor]] = []
 
     def peer(self, source: Source) -> str:
         """The name of that process, known to this one from here on."""
@@ -53,19 +53,6 @@ class Agent:
             self._peers[source.name] = source.agent
         return source.name
 
-    def forget(self) -> None:
-        """Drop all connections: one that broke does not mend itself."""
-        for name in self._peers:
-            self.nixl.remove_remote_agent(name)
-        self._peers.clear()
-
-    def give_up(self, handle: Any, memory: Sequence[torch.Tensor]) -> None:
-        """End a transfer. One that cannot be cancelled may still write: its memory is then kept for as long as this process lives."""
-        try:
-            self.nixl.release_xfer_handle(handle)
-        except nixl().nixlBind.nixlBackendError:
-            self._abandoned += [(handle, one) for one in memory]
-
 
 class Outbox:
     """A trainer rank's memory that engines read: its pieces of an update, end to end. It stays where it is while it is large enough, so that
@@ -74,6 +61,7 @@ class Outbox:
     def __init__(self, loopback: bool) -> None:
         self._agent = Agent(loopback)
         self._flat = torch.empty(0, dtype=torch.uint8)
+        self._earlier: list[torch.Tensor] = []
         self._registered: Any = None
         self._description = b""
 
@@ -82,6 +70,7 @@ class Outbox:
         if size > self._flat.numel() or self._registered is None:
             if self._registered is not None:
                 self._agent.nixl.deregister_memory(self._registered)
+                self._earlier.append(self._flat)
             self._flat = torch.empty(max(size, 1), dtype=torch.uint8)
             self._registered = self._agent.nixl.register_memory(self._flat)
             self._description = self._agent.nixl.get_agent_metadata()
@@ -109,6 +98,7 @@ class ShardReader:
         self._agent: Agent | None = None
         self._busy = threading.Lock()
         self._given_up = threading.Event()
+        self._abandoned: list[tuple[Any, ...]] = []
         self.moved = Moved()
 
     def read(self, bucket: Bucket, payload: FromShards, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -146,8 +136,9 @@ class ShardReader:
         try:
             self._transfer(agent, bucket, payload, landing)
         finally:
-            for memory in registered:
-                agent.nixl.deregister_memory(memory)
+            if self._agent is agent:
+                for memory in registered:
+                    agent.nixl.deregister_memory(memory)
         for place, landed in zip(into, landing, strict=True):
             if landed is not place:
                 place.copy_(landed)
@@ -171,20 +162,40 @@ class ShardReader:
                     pending.pop(0)
                     agent.nixl.release_xfer_handle(handle)
                 elif state == "ERR":
+                    self._abandon(agent, pending, landing)
                     raise WeightSyncError(f"{self._who}: bucket {bucket.index}: reading from trainer rank {number} failed")
                 elif self._given_up.is_set():
+                    self._finish(agent, pending, landing)
                     raise WeightSyncError(f"{self._who}: bucket {bucket.index}: the update was given up")
                 elif time.monotonic() > end:
+                    self._abandon(agent, pending, landing)
                     raise WeightSyncError(f"{self._who}: bucket {bucket.index}: trainer rank {number} gave no answer in time ({payload.timeout_s:g} s)")
                 else:
                     time.sleep(_POLL_S)
         except (errors.nixlRemoteDisconnectError, errors.nixlBackendError) as error:
+            self._abandon(agent, pending, landing)
             raise WeightSyncError(f"{self._who}: bucket {bucket.index}: trainer rank {number} is gone ({error})") from error
-        finally:
-            if pending:
-                for _, handle in pending:
-                    agent.give_up(handle, landing)
-                agent.forget()
+
+    def _finish(self, agent: Agent, pending: list[tuple[int, Any]], landing: list[torch.Tensor]) -> None:
+        """Let transfers that nobody needs come to their end: peers that live are quick."""
+        end = time.monotonic() + _DRAIN_S
+        while pending and time.monotonic() < end:
+            state = agent.nixl.check_xfer_state(pending[0][1])
+            if state == "DONE":
+                agent.nixl.release_xfer_handle(pending.pop(0)[1])
+            elif state == "ERR":
+                break
+            else:
+                time.sleep(_POLL_S)
+        if pending:
+            self._abandon(agent, pending, landing)
+
+    def _abandon(self, agent: Agent, pending: list[tuple[int, Any]], landing: list[torch.Tensor]) -> None:
+        """Go on with another agent. A transfer that has not ended may still write, and to cancel it or to close its connection corrupts UCX's
+        memory now and then (NIXL 1.5.1 over TCP: one abort in four killed the process under load): so agent, transfers and memory stay as they
+        are for as long as this process lives. A broken connection does not mend itself either."""
+        self._abandoned.append((agent, list(pending), landing))
+        self._agent = None
 
     def _start(self, agent: Agent, source: Source, reads: list[tuple[Read, torch.Tensor]]) -> Any:
         local = agent.nixl.get_xfer_descs([(to.data_ptr(), to.nbytes, 0) for _, to in reads], "DRAM")
