@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from miles.config import Section
 from miles.data.config import PromptDataConfig
@@ -66,9 +67,19 @@ class RewardConfig(Section):
     """What is rewarded."""
 
     functions: list[RewardItem] = Field(default_factory=lambda: [RewardItem(name="exact_match")], description="reward functions, summed by weight")
+    steps: str = Field("", description="regular expression that ends a step of an answer, for functions that reward each (they take `steps`); empty: none do")
     timeout_s: float = Field(10.0, gt=0, description="deadline of one call; after it the reward is None and is counted")
     workers: int = Field(1, ge=1, description="processes for graders that need one (math)")
     max_failures: int = Field(64, ge=1, description="failures in a row after which the run ends with the last traceback")
+
+    @field_validator("steps")
+    @classmethod
+    def _steps_compile(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{value!r} is no regular expression: {error}") from error
+        return value
 
 
 class OptionalRewardConfig(RewardConfig):

@@ -37,6 +37,7 @@ from rollout.claims import Claims
 from rollout.engines.contracts import SamplingParams
 from rollout.fleet import Fleet
 from rollout.producer import Producer, Taken
+from rollout.rewards.steps import StepCutter
 from trainer.actor import TrainerGroup
 from trainer.contracts import StepResult
 from weight_sync.transaction import PublishResult, UpdateAborted, WeightSync
@@ -233,6 +234,8 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     registry.loss(config.algorithm)
     folder = Path(config.run.folder)
     tokenizer = tokenizer_of(config.model)
+    if config.reward.steps:
+        StepCutter(config.reward.steps, tokenizer)
     if isinstance(config, DistillRecipe):
         check_teacher(config, tokenizer)
     if config.critic is not None and config.critic.path is not None:

@@ -97,9 +97,10 @@ class RLRecipe(Section):
                 f"rollout.samples_per_prompt = 1 with algorithm.advantages = {self.algorithm.advantages!r}: a group of one has no baseline and learns "
                 "nothing; use at least 2, or algorithm.advantages = 'reinforce_pp' or 'gae'"
             )
-        if self.algorithm.advantages in TURN_CREDIT:
+        if self.algorithm.advantages in TURN_CREDIT and not self.reward.steps:
             raise ValueError(
-                f"algorithm.advantages = {self.algorithm.advantages!r} gives credit by turns, but a rollout here is one answer and has none: use 'grpo'"
+                f"algorithm.advantages = {self.algorithm.advantages!r} gives credit by turns, but an answer here is one turn: say in reward.steps what ends "
+                "a step of it and name a reward function that takes `steps`, or use 'grpo'"
             )
         if self.critic is None and self.algorithm.advantages == "gae":
             raise ValueError("algorithm.advantages = 'gae' needs a critic's values: add a [critic] section (an empty one takes the policy's model)")

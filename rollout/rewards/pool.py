@@ -15,10 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from miles.data.types import Prompt, Sample
 from rollout.rewards.registry import RewardFunction
-from rollout.rewards.values import Failure
-from rollout.rewards.worker import READY
+from rollout.rewards.values import Answer, Failure
+from rollout.rewards.worker import READY, Call
 
 START_TIMEOUT_S = 120.0
 """Importing the functions on a busy machine. It is no part of a call's deadline."""
@@ -35,9 +34,9 @@ class WorkerPool:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="reward")
 
-    async def call(self, index: int, sample: Sample, prompt: Prompt, text: str, timeout_s: float) -> float | Failure:
-        """Run function `index`. The deadline counts from when a worker takes the call, not the time it waits for one."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, (index, sample, prompt, text), timeout_s)
+    async def call(self, message: Call, timeout_s: float) -> Answer | Failure:
+        """Run a function. The deadline counts from when a worker takes the call, not the time it waits for one."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, message, timeout_s)
 
     def stop(self) -> None:
         """Kill every worker, also in the middle of a call. Calls that run or wait come back at once, as `crashed`. Idempotent."""
@@ -49,7 +48,7 @@ class WorkerPool:
         self.stop()
         self._threads.shutdown(wait=True)
 
-    def _call(self, message: tuple[int, Sample, Prompt, str], timeout_s: float) -> float | Failure:
+    def _call(self, message: Call, timeout_s: float) -> Answer | Failure:
         worker = self._idle.get()
         try:
             return worker.call(message, timeout_s)
@@ -81,7 +80,7 @@ class _Worker:
             self._connection = Connection(ours.detach())
             self._ready = False
 
-    def call(self, message: tuple[int, Sample, Prompt, str], timeout_s: float) -> float | Failure:
+    def call(self, message: Call, timeout_s: float) -> Answer | Failure:
         """The function's answer, or why there is none; after a failure of the process itself the next call gets a new one."""
         if self._connection is None:
             self.start()

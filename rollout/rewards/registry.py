@@ -8,6 +8,9 @@ A reward is a plain function of the sample, or a coroutine function:
 `reward.functions[i].args` of the recipe. It returns one finite number. None, NaN, an infinite number, a string, a list, an exception
 or a passed deadline are no reward: the sample's reward is unknown (None) and the failure is counted by kind.
 
+One that takes `steps`, too, is given the texts of the answer's steps (`reward.steps` says where they end) and returns a list with a finite
+number for each.
+
 Where it runs: a coroutine function on the event loop of the rollout (it must not block); any other function of a user in a worker
 process, which is killed and replaced when the function does not come back; built-in functions that cannot hang, in place.
 """
@@ -43,7 +46,8 @@ PREPARATIONS = {"rollout.rewards.reward_model:reward_model": "rollout.rewards.re
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A resolved `RewardItem`. `label` is its name in counters and `reward_parts`, unique in the run; `target` is module:function."""
+    """A resolved `RewardItem`. `label` is its name in counters and `reward_parts`, unique in the run; `target` is module:function; `by_steps`:
+    it takes `steps`."""
 
     label: str
     target: str
@@ -51,6 +55,7 @@ class RewardFunction:
     args: dict[str, Any]
     place: Place
     function: Callable[..., Any]
+    by_steps: bool
 
 
 def resolve(config: RewardConfig) -> list[RewardFunction]:
@@ -69,12 +74,25 @@ def resolve(config: RewardConfig) -> list[RewardFunction]:
         function = import_function(target)
         if place is None:
             place = "loop" if _is_async(function) else "process"
-        _check_arguments(item, function)
+        by_steps = takes_steps(function)
+        _check_arguments(item, function, by_steps)
+        if by_steps and not config.steps:
+            raise ConfigError(f"reward function {item.name!r} takes the steps of an answer: say in reward.steps what ends one, for example steps = '\\n'")
         _check_values(item)
         count = names[: index + 1].count(item.name)
         label = item.name if count == 1 else f"{item.name}#{count}"
-        resolved.append(RewardFunction(label, target, item.weight, item.args, place, function))
+        resolved.append(RewardFunction(label, target, item.weight, item.args, place, function, by_steps))
+    if config.steps and not any(f.by_steps for f in resolved):
+        raise ConfigError(f"reward.steps = {config.steps!r}, but no reward function takes `steps`: each would see the whole answer; leave it out")
     return resolved
+
+
+def takes_steps(function: Callable[..., Any]) -> bool:
+    """Whether it has a parameter of that name."""
+    try:
+        return "steps" in inspect.signature(function).parameters
+    except ValueError:  # not written in Python; `_check_arguments` refuses it
+        return False
 
 
 def import_function(target: str) -> Callable[..., Any]:
@@ -112,14 +130,15 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _check_arguments(item: RewardItem, function: Callable[..., Any]) -> None:
-    call = f"reward(sample, *, prompt, text{''.join(f', {a}' for a in item.args)})"
+def _check_arguments(item: RewardItem, function: Callable[..., Any], by_steps: bool) -> None:
+    given: dict[str, Any] = {"prompt": None, "text": ""} | ({"steps": []} if by_steps else {})
+    call = f"reward(sample, *, {', '.join([*given, *item.args])})"
     try:
         signature = inspect.signature(function)
     except ValueError:
         raise ConfigError(f"reward function {item.name!r} is not written in Python and cannot be called as {call}") from None
     try:
-        signature.bind(None, prompt=None, text="", **item.args)
+        signature.bind(None, **given, **item.args)
     except TypeError as error:
         raise ConfigError(f"reward function {item.name!r} cannot be called as {call}: {error}; its signature is {signature}") from None
 

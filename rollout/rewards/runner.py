@@ -14,7 +14,8 @@ from miles.data.types import Prompt, Sample
 from rollout.config import RewardConfig
 from rollout.rewards.pool import WorkerPool
 from rollout.rewards.registry import RewardFunction, resolve
-from rollout.rewards.values import Failure, RewardError, checked
+from rollout.rewards.steps import StepCutter, with_steps
+from rollout.rewards.values import Answer, Failure, RewardError, answered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +49,7 @@ class RewardRunner:
         self._error: RewardError | None = None
         self._closed = False
         self._left_behind: set[asyncio.Task[Any]] = set()
+        self._cut = StepCutter(config.steps, tokenizer) if config.steps else None
         in_process = [f for f in self._functions if f.place == "process"]
         self._index = {f.label: i for i, f in enumerate(in_process)}
         self._pool = WorkerPool(in_process, config.workers) if in_process else None
@@ -72,20 +74,29 @@ class RewardRunner:
             task.cancel()
 
     async def _score(self, sample: Sample, prompt: Prompt) -> Sample:
+        steps = [] if self._cut is None else self._cut(sample)
+        if self._cut is not None:
+            sample = with_steps(sample, steps, [0.0] * len(steps))
         if not sample.status.trainable or not self._functions:
             return sample.with_reward(None)
         text = str(self._tokenizer.decode(sample.response_tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        answers = await asyncio.gather(*(self._counted(f, sample, prompt, text) for f in self._functions))
-        parts = {f.label: answer for f, answer in zip(self._functions, answers, strict=True) if not isinstance(answer, Failure)}
+        written = [step.text for step in steps]
+        answers = await asyncio.gather(*(self._counted(f, sample, prompt, text, written if f.by_steps else None) for f in self._functions))
+        known = {f.label: answer for f, answer in zip(self._functions, answers, strict=True) if not isinstance(answer, Failure)}
+        parts = {label: sum(answer) if isinstance(answer, list) else answer for label, answer in known.items()}
         self.counters["scored"] += 1
-        total = sum(f.weight * parts[f.label] for f in self._functions) if len(parts) == len(self._functions) else None
-        return sample.with_reward(total, parts)
+        if len(parts) < len(self._functions):
+            return sample.with_reward(None, parts)
+        weighted = [[f.weight * value for value in answer] for f in self._functions if isinstance(answer := known[f.label], list)]
+        if weighted:
+            sample = with_steps(sample, steps, [sum(of_step) for of_step in zip(*weighted, strict=True)])
+        return sample.with_reward(sum(f.weight * parts[f.label] for f in self._functions), parts)
 
-    async def _counted(self, function: RewardFunction, sample: Sample, prompt: Prompt, text: str) -> float | Failure:
+    async def _counted(self, function: RewardFunction, sample: Sample, prompt: Prompt, text: str, steps: list[str] | None) -> Answer | Failure:
         if function.place == "process":
-            answer = await self._call_process(function, sample, prompt, text)
+            answer = await self._call_process(function, sample, prompt, text, steps)
         else:
-            answer = await self._call_here(function, sample, prompt, text)
+            answer = await self._call_here(function, sample, prompt, text, steps)
         if isinstance(answer, Failure):
             if self._error is None and not self._closed:
                 self._count(function, answer, sample)
@@ -93,18 +104,19 @@ class RewardRunner:
             self._streaks[function.label].length = 0
         return answer
 
-    async def _call_process(self, function: RewardFunction, sample: Sample, prompt: Prompt, text: str) -> float | Failure:
+    async def _call_process(self, function: RewardFunction, sample: Sample, prompt: Prompt, text: str, steps: list[str] | None) -> Answer | Failure:
         assert self._pool is not None
-        return await self._pool.call(self._index[function.label], sample, prompt, text, self._config.timeout_s)
+        return await self._pool.call((self._index[function.label], sample, prompt, text, steps), self._config.timeout_s)
 
-    async def _call_here(self, function: RewardFunction, sample: Sample, prompt: Prompt, text: str) -> float | Failure:
+    async def _call_here(self, function: RewardFunction, sample: Sample, prompt: Prompt, text: str, steps: list[str] | None) -> Answer | Failure:
+        given = {} if steps is None else {"steps": steps}
         try:
-            value = function.function(sample, prompt=prompt, text=text, **function.args)
-            return checked(value) if function.place == "inline" else await self._await(value)
+            value = function.function(sample, prompt=prompt, text=text, **given, **function.args)
+            return answered(value, steps) if function.place == "inline" else await self._await(value, steps)
         except Exception:  # noqa: BLE001 - a reward may raise anything; the failure is counted and carries the traceback
             return Failure("raised", traceback.format_exc())
 
-    async def _await(self, coroutine: Any) -> float | Failure:
+    async def _await(self, coroutine: Any, steps: list[str] | None) -> Answer | Failure:
         """A coroutine's answer within the deadline. One that ignores its cancellation is left behind until `close`, not waited for."""
         task = asyncio.ensure_future(coroutine)
         self._left_behind.add(task)
@@ -115,7 +127,7 @@ class RewardRunner:
             task.cancel()
         if not done:
             return Failure("timeout", f"it did not come back within {self._config.timeout_s:g} s and was cancelled")
-        return Failure("raised", "it was cancelled from inside") if task.cancelled() else checked(task.result())
+        return Failure("raised", "it was cancelled from inside") if task.cancelled() else answered(task.result(), steps)
 
     def _count(self, function: RewardFunction, failure: Failure, sample: Sample) -> None:
         key = f"{function.label}/{failure.kind}"

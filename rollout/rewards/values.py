@@ -1,8 +1,9 @@
-"""What a reward function gave back: a number, or the kind of failure."""
+"""What a reward function gave back: a number, or one for each step, or the kind of failure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -16,11 +17,26 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """A call that gave no reward. `kind`, as counters name it: none, nan, infinite, string, list, type (anything else that is no
-    number), raised, timeout or crashed (its process died). `detail`: the value, or the traceback."""
+    """A call that gave no reward. `kind`, as counters name it: none, nan, infinite, string, list, steps (not one number for each), type
+    (anything else that is no number), raised, timeout or crashed (its process died). `detail`: the value, or the traceback."""
 
     kind: str
     detail: str
+
+
+Answer = float | list[float]
+"""A reward, or one for each step."""
+
+
+def answered(value: Any, steps: Sequence[str] | None) -> Answer | Failure:
+    """`value` as a finite float or, of a function that was given `steps`, as one for each of them; or why it is none."""
+    if steps is None:
+        return checked(value)
+    if not isinstance(value, (list, tuple, np.ndarray)) or len(value) != len(steps):
+        return Failure("steps", f"it returned {value!r:.200} ({type(value).__name__}); a list of {len(steps)} numbers is needed, one for each step")
+    numbers = [checked(element) for element in value]
+    failed = next((n for n in numbers if isinstance(n, Failure)), None)
+    return failed if failed is not None else [n for n in numbers if not isinstance(n, Failure)]
 
 
 def checked(value: Any) -> float | Failure:

@@ -11,12 +11,13 @@ from multiprocessing.connection import Connection
 
 from miles.data.types import Prompt, Sample
 from rollout.rewards.registry import PREPARATIONS, import_function
-from rollout.rewards.values import Failure, checked
+from rollout.rewards.values import Failure, answered
 
 Start = list[tuple[str, dict[str, object]]]
 """First message to a worker: module:function and arguments of each function."""
-Call = tuple[int, Sample, Prompt, str]
-"""Later messages: index of the function, sample, prompt, text. The answer is a float or a Failure."""
+Call = tuple[int, Sample, Prompt, str, list[str] | None]
+"""Later messages: index of the function, sample, prompt, text, texts of the steps for a function that takes them. The answer is an Answer
+or a Failure."""
 READY = "ready"
 
 
@@ -45,10 +46,11 @@ def _serve(connection: Connection) -> None:
     connection.send(READY)
     while True:
         call: Call = connection.recv()
-        index, sample, prompt, text = call
+        index, sample, prompt, text, steps = call
         function, args = functions[index]
+        given = {} if steps is None else {"steps": steps}
         try:
-            answer = checked(function(sample, prompt=prompt, text=text, **args))
+            answer = answered(function(sample, prompt=prompt, text=text, **given, **args), steps)
         except Exception:  # noqa: BLE001 - a user's function may raise anything; the failure is counted and carries the traceback
             answer = Failure("raised", traceback.format_exc())
         connection.send(answer)

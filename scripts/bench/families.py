@@ -105,6 +105,8 @@ FAMILIES = [
     grpo("gdpo", "advantages=gdpo"),
     Family("gdpo, two rewards", RL, "quickstart_gdpo", ("trainer.optimizer_steps_per_batch=4", "trainer.lr=3e-4")),
     Family("ppo", RL, "ppo"),
+    Family("gigpo", RL, "quickstart_gigpo", ("trainer.optimizer_steps_per_batch=4", "trainer.lr=3e-4")),
+    Family("turn_grpo", RL, "quickstart_turn_grpo", ("trainer.optimizer_steps_per_batch=4", "trainer.lr=3e-4")),
     # policy losses
     grpo("dual clip", "clip_dual=3.0"),
     grpo("gspo", "loss=gspo", "clip_low=3e-4", "clip_high=4e-4"),

@@ -15,6 +15,14 @@ def returns(sample, *, prompt, text, what):
     return {"none": None, "nan": float("nan"), "infinite": float("-inf"), "string": "1.0", "list": [1.0, 0.0], "type": object()}[what]
 
 
+def lengths_of_steps(sample, *, prompt, text, steps):
+    return [len(step) for step in steps]
+
+
+def wrong_steps(sample, *, prompt, text, steps, what):
+    return {"number": 1.0, "short": [1.0] * (len(steps) - 1), "nan": [float("nan")] * len(steps)}[what]
+
+
 def raises(sample, *, prompt, text):
     raise ZeroDivisionError("the grader is broken")
 

@@ -31,7 +31,7 @@ def test_every_preference_objective_has_a_recipe() -> None:
 
 def test_every_family_of_advantages_and_policy_losses_has_a_recipe() -> None:
     found = [recipe.algorithm for recipe in recipes("rl")]
-    assert {a.advantages for a in found} >= {"grpo", "rloo", "reinforce_pp", "gdpo", "gae"}
+    assert {a.advantages for a in found} >= {"grpo", "rloo", "reinforce_pp", "gdpo", "gae", "gigpo", "turn_grpo"}
     assert {a.loss for a in found} >= {"ppo_clip", "gspo", "cispo", "reinforce", "sapo", "dppo_tv"}
     assert {a.aggregation for a in found} == {"token_mean", "sequence_mean", "sequence_sum_constant"}
     assert any(a.dynamic_sampling for a in found)

@@ -33,6 +33,8 @@ def test_a_group_of_one_is_taken_by_a_critic() -> None:
     ("overrides", "message"),
     [
         (["algorithm.advantages=gae"], "algorithm.advantages = 'gae' needs a critic's values: add a [critic] section"),
+        (["algorithm.advantages=gigpo"], "say in reward.steps what ends a step of it and name a reward function that takes `steps`, or use 'grpo'"),
+        (["reward.steps=("], "reward.steps = '('"),
         (["critic.lr=1e-4"], "[critic] with algorithm.advantages = 'grpo', which reads no values: use 'gae'"),
         (["critic.lr=1e-4", "algorithm.advantages=gae", "critic.head_start=9", "run.steps=9"], "critic.head_start = 9 of run.steps = 9 steps"),
         (["critic.head_strat=1", "algorithm.advantages=gae"], "did you mean 'critic.head_start'?"),

@@ -100,7 +100,9 @@ class _FusedLoss(torch.autograd.Function):
             scores = []
             for rows in pieces:
                 logits_CV = logits_of(rows)
-                scores.append(score_rows(logits_CV, targets_N[rows], temperature, entropy))
+                # The last piece's gradient is taken while its logits are there; the others' are computed again.
+                last = rows is pieces[-1] and not entropy_gradient
+                scores.append(score_rows(logits_CV, targets_N[rows], temperature, entropy, last=last))
             part_loss, grad_logprobs_N, grad_entropy_N = _differentiated(loss, part, scores, total.new_empty(0), entropy, entropy_gradient)
             total += part_loss
             for number in reversed(range(len(pieces))):
@@ -117,6 +119,8 @@ class _FusedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD = ctx.saved_tensors
+        if not grads[0].is_cuda and grads[0] == 1:  # as backward() of the loss itself has it: no pass over the projection's gradient
+            return hidden_ND, weight_VD, *[None] * 4
         return hidden_ND.mul_(grads[0]), None if weight_VD is None else weight_VD.mul_(grads[0]), *[None] * 4
 
 

@@ -24,12 +24,13 @@ _CACHED = 2**18
 @dataclass(frozen=True, kw_only=True)
 class Scores:
     """Of C targets, each [C] in float32 (float64): log-probabilities and entropies in nats, and what the gradient needs of the softmax:
-    the largest scaled logit, and the sum of exp(z - largest)."""
+    the largest scaled logit, and the sum of exp(z - largest). `exponentials`: where the logits were now stands exp(z - largest)."""
 
     logprobs_C: Tensor
     entropy_C: Tensor | None
     top_C: Tensor
     sum_C: Tensor
+    exponentials: bool = False
 
 
 def softmax_parts(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,22 +42,32 @@ def softmax_parts(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     return exp_NV, _normalizer(top_N1.squeeze(-1), sum_N)
 
 
-def score_rows(logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy: bool) -> Scores:
-    """Scores of the targets (int64) under raw logits of any float dtype, which stay as they are."""
+def score_rows(logits_CV: Tensor, targets_C: Tensor, temperature: float, entropy: bool, *, last: bool = False) -> Scores:
+    """Scores of the targets (int64) under raw logits of any float dtype.
+
+    The logits stay as they are. With `last`, where nobody but `gradient_rows_` reads them again and no gradient of the entropy is wanted,
+    their exponentials may take their place, so that they are not computed twice.
+    """
     if _on_triton(logits_CV):
         return _triton().score_rows(logits_CV, targets_C, temperature, entropy)
     dtype = torch.promote_types(logits_CV.dtype, torch.float32)
+    # A 16-bit place would round the exponentials.
+    last = last and logits_CV.dtype == dtype
     logprobs_C, entropy_C, top_C, sum_C = torch.empty(4, len(logits_CV), dtype=dtype, device=logits_CV.device)
     for rows in _blocks(logits_CV):
         z_BV = _scaled(logits_CV[rows], temperature)
-        exp_BV, top_B1, sum_C[rows] = _exponentials(z_BV)
+        # The target's logit is read before it may be overwritten.
+        target_B = z_BV.gather(1, targets_C[rows, None]).squeeze(1)
+        exp_BV, top_B1, sum_C[rows] = _exponentials(z_BV, out=logits_CV[rows] if last and not entropy else None)
         top_C[rows] = top_B1.squeeze(-1)
         normalizer_B = _normalizer(top_C[rows], sum_C[rows])
-        logprobs_C[rows] = z_BV.gather(1, targets_C[rows, None]).squeeze(1) - normalizer_B
+        logprobs_C[rows] = target_B - normalizer_B
         if entropy:
             # Log-probabilities and not logits: their sum loses nothing to the size of the logits.
             entropy_C[rows] = (z_BV - normalizer_B[:, None]).mul_(exp_BV).sum(-1).div_(-sum_C[rows])
-    return Scores(logprobs_C=logprobs_C, entropy_C=entropy_C if entropy else None, top_C=top_C, sum_C=sum_C)
+            if last:
+                logits_CV[rows] = exp_BV
+    return Scores(logprobs_C=logprobs_C, entropy_C=entropy_C if entropy else None, top_C=top_C, sum_C=sum_C, exponentials=last)
 
 
 def gradient_rows_(logits_CV: Tensor, targets_C: Tensor, scores: Scores, grad_logprobs_C: Tensor, grad_entropy_C: Tensor | None, temperature: float) -> Tensor:
@@ -71,6 +82,10 @@ def gradient_rows_(logits_CV: Tensor, targets_C: Tensor, scores: Scores, grad_lo
     to_all_C = to_target_C / -scores.sum_C
     here_C, to_here_C = targets_C.clamp(min=0), to_target_C.where(targets_C >= 0, 0.0)
     for rows in _blocks(logits_CV):
+        if scores.exponentials:
+            assert grad_entropy_C is None
+            logits_CV[rows].mul_(to_all_C[rows, None]).scatter_add_(1, here_C[rows, None], to_here_C[rows, None])
+            continue
         z_BV = _scaled(logits_CV[rows], temperature)
         exp_BV = z_BV.sub(scores.top_C[rows, None]).exp_()
         if grad_entropy_C is None:
@@ -85,13 +100,14 @@ def gradient_rows_(logits_CV: Tensor, targets_C: Tensor, scores: Scores, grad_lo
     return logits_CV
 
 
-def _exponentials(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`exp(logits - top) [N, V]`, `top [N, 1]` and the sums of the exponentials [N]."""
+def _exponentials(logits_NV: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """`exp(logits - top) [N, V]` (in `out`, which may be the logits), `top [N, 1]` and the sums of the exponentials [N]."""
     if logits_NV.shape[0] == 1:  # the sum of a single row would be split over threads, which rounds differently
         exp_2V, top_21, sum_2 = _exponentials(logits_NV.expand(2, -1))
-        return exp_2V[:1], top_21[:1], sum_2[:1]
+        exp_NV = exp_2V[:1] if out is None else out.copy_(exp_2V[:1])
+        return exp_NV, top_21[:1], sum_2[:1]
     top_N1 = logits_NV.amax(-1, keepdim=True)
-    exp_NV = (logits_NV - top_N1).exp_()
+    exp_NV = torch.sub(logits_NV, top_N1, out=out).exp_()
     return exp_NV, top_N1, exp_NV.sum(-1)
 
 

@@ -13,6 +13,7 @@ from torch.autograd.profiler import profile
 from miles.core.model import batch_invariant
 from miles.core.model.fused_loss import even_parts, fused_loss, whole_parts
 from miles.core.model.scoring import score
+from miles.core.model.token_softmax import gradient_rows_, score_rows
 
 N, D, V = 37, 16, 301
 LENGTHS = [5, 9, 0, 12, 11]  # of the sequences that the N tokens are
@@ -55,6 +56,35 @@ def test_loss_and_gradients_are_those_of_whole_logits(chunk: int, entropy: bool)
     assert found.item() == pytest.approx(expected.item(), rel=1e-13)
     for grad, expected_grad in zip(torch.autograd.grad(3 * found, (hidden_ND, weight_VD)), expected_grads, strict=True):
         assert (grad - 3 * expected_grad).abs().max() < 1e-12 * (3 * expected_grad).abs().max()
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])  # times 1 the gradient is passed on as it is
+def test_a_scaled_loss_has_scaled_gradients(scale: float) -> None:
+    hidden_ND, weight_VD, targets_N = inputs()
+    expected = torch.autograd.grad(scale * of_tokens(slice(0, N), *whole(hidden_ND, weight_VD, targets_N)), (hidden_ND, weight_VD))
+    found = fused_loss(hidden_ND, weight_VD, targets_N, of_tokens, even_parts(N, 9), temperature=1.0, chunk=9, entropy=True)
+    for grad, expected_grad in zip(torch.autograd.grad(found, (hidden_ND, weight_VD), torch.tensor(scale).double()), expected, strict=True):
+        assert (grad - expected_grad).abs().max() < 1e-12 * expected_grad.abs().max()
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_exponentials_that_are_kept_in_the_logits_place_give_the_same_bits(temperature: float, dtype: torch.dtype, entropy: bool) -> None:
+    """Where the dtype can hold them; bfloat16 logits stay."""
+    torch.manual_seed(1)
+    logits_CV, targets_C = (torch.randn(9, V) * 20).to(dtype), torch.randint(0, V, (9,))
+    grads_C = torch.randn(9, dtype=torch.promote_types(dtype, torch.float32))
+    found = []
+    for last in (False, True):
+        own_CV = logits_CV.clone()
+        scores = score_rows(own_CV, targets_C, temperature, entropy, last=last)
+        assert torch.equal(own_CV, logits_CV) == (not last or dtype == torch.bfloat16)
+        found.append((scores.logprobs_C, scores.entropy_C, gradient_rows_(own_CV, targets_C, scores, grads_C, None, temperature)))
+    (logprobs_C, entropy_C, gradient_CV), others = found
+    assert torch.equal(logprobs_C, others[0])
+    assert torch.equal(gradient_CV, others[2])
+    assert entropy_C is None or torch.equal(entropy_C, others[1])
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7, 16, 1000])  # sequences of several chunks, one chunk, and several sequences in one
