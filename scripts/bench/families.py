@@ -133,6 +133,7 @@ FAMILIES = [
     distill("distill, forward", "distill.divergence=forward"),
     distill("distill, reverse", "distill.divergence=reverse"),
     distill("distill, Jensen-Shannon", "distill.divergence=jensen"),
+    distill("distill, another tokenizer", "distill.divergence=sampled"),
     # preference and reward models
     preference("dpo"),
     preference("ipo"),
@@ -215,7 +216,7 @@ def data_of(family: Family, start: Path, steps: int) -> dict[str, object]:
         "evaluate.greedy": "false",
     }
     if family.command is DISTILL:
-        more["distill.teacher"] = start / "grpo" / "model"
+        more["distill.teacher"] = other_teacher(start) if family.name == "distill, another tokenizer" else start / "grpo" / "model"
     return more
 
 
@@ -224,14 +225,22 @@ def prepare(start: Path, seed: int) -> Path:
     if not (start / "sft" / "model" / "config.json").exists():
         make_tiny_model(start / "model", alphabet=ALPHABET, layers=4, context=64, seed=seed)
         write_reverse_task(start / "data", seed)
-        sft.run(
-            load(
-                SFTRecipe,
-                RECIPES / "quickstart_sft.toml",
-                [f"run.seed={seed}", f"run.folder={free(start / 'sft')}", f"model.path={start / 'model'}", f'data.paths=["{start / "data" / "sft.jsonl"}"]'],
-            )
-        )
+        fine_tune(start, "model", "sft", f"run.seed={seed}")
     return start
+
+
+def other_teacher(start: Path) -> Path:
+    """A teacher whose tokenizer writes two letters in one token, fine-tuned on the seed's conversations until it knows the task better than the student."""
+    model = start / "other" / "model"
+    if not (model / "config.json").exists():
+        make_tiny_model(start / "other_model", alphabet=ALPHABET, layers=4, context=64, pairs=True)
+        fine_tune(start, "other_model", "other", "run.steps=600")
+    return model
+
+
+def fine_tune(start: Path, model: str, name: str, *overrides: str) -> None:
+    places = [f"run.folder={free(start / name)}", f"model.path={start / model}", f'data.paths=["{start / "data" / "sft.jsonl"}"]']
+    sft.run(load(SFTRecipe, RECIPES / "quickstart_sft.toml", [*places, *overrides]))
 
 
 def free(folder: Path) -> Path:

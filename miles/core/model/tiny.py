@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ def make_tiny_model(
     intermediate: int | None = None,
     context: int = 512,
     seed: int = 0,
+    pairs: bool = False,
 ) -> Path:
     """Write an ordinary Hugging Face directory (float32 safetensors, tied embeddings) to `folder` and return it.
 
@@ -38,12 +40,13 @@ def make_tiny_model(
         intermediate: width of the MLP; None is 4 * hidden.
         context: max_position_embeddings, tokens.
         seed: of the initial weights; equal arguments give equal bytes.
+        pairs: two characters of the alphabet that stand side by side are one token: another tokenizer for the same texts.
     Raises:
         ValueError: the alphabet is empty, or the sizes do not divide.
     """
     _check(alphabet, hidden, heads, kv_heads)
     folder = Path(folder)
-    tokenizer = character_tokenizer(alphabet, context)
+    tokenizer = character_tokenizer(alphabet, context, pairs=pairs)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -66,11 +69,12 @@ def make_tiny_model(
     return folder
 
 
-def character_tokenizer(alphabet: str, context: int) -> PreTrainedTokenizerFast:
-    """One token a character, by a BPE without merges; the ids of the special tokens come first, then the alphabet in its order."""
+def character_tokenizer(alphabet: str, context: int, *, pairs: bool = False) -> PreTrainedTokenizerFast:
+    """One token a character, by a BPE without merges; the ids of the special tokens come first, then the alphabet in its order, then `pairs`."""
     special = [PAD, UNKNOWN, START, END, *(f"{START}{role}\n" for role in ROLES)]
-    vocabulary = {token: index for index, token in enumerate([*special, *dict.fromkeys(alphabet + "\n")])}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN, fuse_unk=False))
+    merges = list(product(dict.fromkeys(alphabet), repeat=2)) if pairs else []
+    vocabulary = {token: index for index, token in enumerate([*special, *dict.fromkeys(alphabet + "\n"), *map("".join, merges)])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=UNKNOWN, fuse_unk=False))
     core.decoder = decoders.Fuse()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer = PreTrainedTokenizerFast(

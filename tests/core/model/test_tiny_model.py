@@ -28,6 +28,13 @@ def test_the_chat_template_is_chatml_and_its_openings_are_one_token(tiny_model: 
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>user\n", *"ab c", "<|im_end|>", "\n", "<|im_start|>assistant\n", *"cb", "<|im_end|>", "\n"]
 
 
+def test_pairs_of_characters_are_tokens_of_the_other_tokenizer(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(tmp_path, alphabet="abc", hidden=16, layers=1, pairs=True))
+    ids = tokenizer.encode("cabca\n")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["c", "ab", "ca", "\n"]
+    assert tokenizer.decode(ids) == "cabca\n"
+
+
 def test_the_generation_prompt_opens_the_assistants_turn(tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert tokenizer.apply_chat_template(MESSAGES[:1], tokenize=False, add_generation_prompt=True).endswith("<|im_end|>\n<|im_start|>assistant\n")
