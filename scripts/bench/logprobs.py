@@ -4,10 +4,11 @@
     python scripts/bench/logprobs.py --vocabulary 32000 --width 256
     python scripts/bench/logprobs.py --device cuda          # the Triton kernels; not measured yet
 
-Forward and backward of one batch, forms alternating in one session, one CPU thread, CPU-seconds (on CUDA: seconds by events). The loss is the
-clipped surrogate's, token by token, with an entropy bonus where entropy is asked for. `sequences` is the fused form for losses that need whole
-sequences, of which each is longer than a chunk here, so that logits are computed twice. Beside it: bytes that the graph keeps between forward
-and backward, and how far the resident memory of a fresh process rises (on CUDA: allocated bytes).
+Forward and backward of one batch, forms alternating in one session, one CPU thread, CPU-seconds (on CUDA: seconds by events). The loss is
+the clipped surrogate's, token by token, with an entropy bonus where entropy is asked for. `sequences` is the fused form for losses that
+need whole sequences, of which each is half of all tokens here: where it is longer than a chunk, logits are computed twice. Beside it: the
+bytes that the graph keeps between forward and backward, and how far the resident memory of a fresh process rises (on CUDA: allocated
+bytes).
 
 Bound: fused / unfused is at most 1.00 at both vocabularies, with and without entropy, by the medians and by the fastest runs.
 """
@@ -35,6 +36,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from miles.core.model.fused_loss import even_parts, fused_loss  # noqa: E402
+from trainer.config import TrainerConfig  # noqa: E402
 
 MIB = 2**20
 BOUND = 1.0
@@ -140,7 +142,8 @@ def compare(options: argparse.Namespace, vocabulary: int, entropy: bool) -> bool
     for form in FORMS:
         median, extra = statistics.median(taken[form]), rise(arguments, vocabulary, entropy, form)
         print(
-            f"{vocabulary:>10,} {'yes' if entropy else 'no':>8} {form:>10} {median:>9.3f} {min(taken[form]):>7.3f} {max(taken[form]):>7.3f} "
+            f"{vocabulary:>10,} {options.chunk:>6,} {'yes' if entropy else 'no':>8} {form:>10} "
+            f"{median:>9.3f} {min(taken[form]):>7.3f} {max(taken[form]):>7.3f} "
             f"{median / base:>7.2f} {min(taken[form]) / fastest:>9.2f} {saved[form] / MIB:>11.0f} {extra:>13.0f}",
             flush=True,
         )
@@ -152,7 +155,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000, 150_000])
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=0, help="tokens whose logits exist at once; 0: as many as the trainer takes by itself")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -161,12 +164,16 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.alone:
+        options.chunk = options.chunk or TrainerConfig().chunk(options.vocabulary[0])
         print(alone(options))
         return 0
-    print(f"{options.tokens} tokens, width {options.width}, chunk {options.chunk}, {options.dtype} on {options.device}; median of {options.repeats}")
+    print(f"{options.tokens} tokens, width {options.width}, {options.dtype} on {options.device}; median of {options.repeats}")
     times = f"{'seconds':>9} {'min':>7} {'max':>7} {'ratio':>7} {'of mins':>9}"
-    print(f"{'vocabulary':>10} {'entropy':>8} {'form':>10} {times} {'saved MiB':>11} {'peak rise MiB':>13}")
-    kept = [compare(options, vocabulary, entropy) for vocabulary in options.vocabulary for entropy in (False, True)]
+    print(f"{'vocabulary':>10} {'chunk':>6} {'entropy':>8} {'form':>10} {times} {'saved MiB':>11} {'peak rise MiB':>13}")
+    kept = []
+    for vocabulary in options.vocabulary:
+        own = argparse.Namespace(**vars(options) | {"chunk": options.chunk or TrainerConfig().chunk(vocabulary)})
+        kept += [compare(own, vocabulary, entropy) for entropy in (False, True)]
     print(f"fused / unfused <= {BOUND:.2f}: {'kept' if all(kept) else 'MISSED'}")
     return 0 if all(kept) else 1
 
