@@ -79,6 +79,9 @@ class TrainerConfig(OptimizerConfig):
     prompt_sharing: bool = Field(
         False, description="what sequences begin with in common is computed once, attention and memory included; false: once in each row, attention excepted"
     )
+    balance_coef: float = Field(
+        0.0, ge=0, description="fsdp, mixture of experts: weight of the loss that keeps the loads of the experts even in each sequence; 0: none"
+    )
     logprob_chunk: int | None = Field(None, ge=1, description="tokens whose logits exist at once; null: as many as have 2^26 logits, 256 MiB in float32")
 
     @model_validator(mode="after")
@@ -97,6 +100,8 @@ class TrainerConfig(OptimizerConfig):
         for wanted, what in ((self.prompt_sharing, "trainer.prompt_sharing"), (self.activations == "hilore", "trainer.activations = 'hilore'")):
             if divided and wanted:
                 raise ValueError(f"trainer.tensor_parallel = {self.tensor_parallel} does not go with {what}: leave one of them out")
+        if self.backend == "megatron" and self.balance_coef:
+            raise ValueError(f"trainer.balance_coef = {self.balance_coef:g} is for trainer.backend = 'fsdp': set it to 0")
         if self.backend == "megatron" and self.offload:
             raise ValueError("trainer.offload = true is for trainer.backend = 'fsdp': leave it out")
         if self.backend == "megatron" and self.frozen:

@@ -117,6 +117,12 @@ def _check_model(model: ModelConfig) -> None:
         _check_folder_or_name("model.tokenizer", model.tokenizer)
 
 
+def _model_type(model: ModelConfig) -> str | None:
+    """Of a model in a folder."""
+    file = Path(model.path) / "config.json"
+    return str(json.loads(file.read_text(encoding="utf-8")).get("model_type")) if file.is_file() else None
+
+
 def _check_model_path(key: str, value: str) -> None:
     _check_folder_or_name(key, value)
     if Path(value).is_dir() and not (Path(value) / "config.json").is_file():
@@ -162,7 +168,9 @@ def _check_transport(weight_sync: WeightSyncConfig) -> None:
 
 
 def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> None:
-    """What `trainer.backend = "megatron"` needs: its package, a model whose layers it has, and sizes that divide."""
+    """What `trainer.balance_coef` and `trainer.backend = "megatron"` need: its package, a model whose layers it has, and sizes that divide."""
+    if recipe.trainer.balance_coef and (kind := _model_type(recipe.model)) not in (None, "qwen3_moe"):
+        raise ConfigError(f"trainer.balance_coef = {recipe.trainer.balance_coef:g} is for qwen3_moe models, and model.path is a {kind}: set it to 0")
     if recipe.trainer.backend != "megatron":
         return
     if importlib.util.find_spec("megatron") is None:

@@ -173,7 +173,7 @@ class DistillRecipe(RLRecipe):
     def _beside_a_teacher(self) -> DistillRecipe:
         if self.trainer.prompt_sharing:
             raise ValueError("trainer.prompt_sharing does not go with a teacher, which sees whole sequences: leave it out")
-        _no_hilore(self.trainer, "a teacher")
+        _rows_of_log_probs(self.trainer, "a teacher")
         if self.distill.place != "engine" and "teacher_engine" in self.model_fields_set:
             raise ValueError(f"[teacher_engine] with distill.place = {self.distill.place!r}, which starts no engine: set place = 'engine', or leave it out")
         served = self.distill.place == "address" or (self.distill.place == "engine" and self.teacher_engine.engine == "sglang")
@@ -238,7 +238,7 @@ class PreferenceRecipe(SupervisedRecipe):
     def _strangers(self) -> PreferenceRecipe:
         if self.preference.objective == "kto" and self.batch_size == 1:
             raise ValueError("batch_size = 1 with preference.objective = 'kto', which compares prompts with answers to other prompts: use at least 2")
-        _no_hilore(self.trainer, "pairs")
+        _rows_of_log_probs(self.trainer, "pairs")
         return self
 
 
@@ -253,11 +253,13 @@ class RewardModelRecipe(SupervisedRecipe):
     def _whole_sequences(self) -> RewardModelRecipe:
         if self.trainer.prompt_sharing:
             raise ValueError("trainer.prompt_sharing shares log-probs' work, and a reward model computes none: leave it out")
-        _no_hilore(self.trainer, "pairs")
+        _rows_of_log_probs(self.trainer, "pairs")
         return self
 
 
-def _no_hilore(trainer: TrainerConfig, teacher: str) -> None:
+def _rows_of_log_probs(trainer: TrainerConfig, teacher: str) -> None:
+    if trainer.balance_coef:
+        raise ValueError(f"trainer.balance_coef = {trainer.balance_coef:g} stands beside a loss of rewards or SFT, and here {teacher} teaches: set it to 0")
     if trainer.activations == "hilore":
         raise ValueError(f"trainer.activations = 'hilore' weighs tokens by a loss on log-probs, and here {teacher} teaches: use 'recompute'")
 

@@ -24,6 +24,7 @@ METRICS: dict[str, str] = {
     "loss/total": "the loss that was differentiated",
     "loss/policy": "policy part of the loss",
     "loss/nll": "negative log-likelihood per trained token, nats (SFT)",
+    "experts/balance": "crowding of the experts in a sequence, mean over layers: 1 where loads are even (trainer.balance_coef)",
     "policy/ratio_mean": "mean importance ratio over trained tokens",
     "policy/clip_fraction": "share of trained tokens whose ratio was clipped",
     "policy/entropy": "mean entropy of the policy, nats per token",

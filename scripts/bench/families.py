@@ -3,6 +3,7 @@
     python scripts/bench/families.py                              every family, seeds 0 1 2
     python scripts/bench/families.py --only grpo dpo --seeds 0    some of them
     python scripts/bench/families.py --steps 0 --write docs/families.md     no training: the table of the runs that are finished in FOLDER
+    python scripts/bench/families.py --forwards --steps 300                 GRPO to the end by each way of computing the trainer's forward
 
 For each seed a fresh model is fine-tuned on the task and every family goes on from it for a short run of its recipe under `scripts/recipes/`,
 with the overrides that stand beside its name below. The measure is the family's own: pass@1 of sampled answers to held-out words for what
@@ -143,6 +144,14 @@ FAMILIES = [
     Family("reward model", REWARD, "quickstart_reward"),
 ]
 
+FORWARDS = [
+    Family("rows", RL, "quickstart_rl"),
+    Family("prompts shared", RL, "quickstart_rl", ("trainer.prompt_sharing=true",)),
+    Family("hilore", RL, "quickstart_rl", ("trainer.activations=hilore", "trainer.activation_memory=1.5")),
+    Family("prefixes while engines decode", RL, "quickstart_rl", ("run.prefix_overlap=true",)),
+]
+"""The split forward's parts and what they replace: the same task, steps and seeds, so the measure should differ by a seed's noise alone."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -156,7 +165,7 @@ class Result:
 
 def main() -> int:
     options = parse()
-    families = [f for f in FAMILIES if not options.only or f.name in options.only]
+    families = [f for f in (FORWARDS if options.forwards else FAMILIES) if not options.only or f.name in options.only]
     runs = [(family, seed) for seed in options.seeds for family in families]
     unfinished = [(family, seed) for family, seed in runs if result(family, seed, options) is None]
     if options.steps and unfinished:
@@ -297,7 +306,10 @@ def page(families: Sequence[Family], results: Sequence[Result], options: argpars
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="*", choices=[f.name for f in FAMILIES], metavar="FAMILY", help="default: all; distillation needs grpo's run")
+    parser.add_argument(
+        "--only", nargs="*", choices=[f.name for f in FAMILIES + FORWARDS], metavar="FAMILY", help="default: all; distillation needs grpo's run"
+    )
+    parser.add_argument("--forwards", action="store_true", help="ways of computing the forward instead of objectives")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=50, help="training steps of each run; 0: train nothing")
     parser.add_argument("--folder", type=Path, default=Path("runs/families"))

@@ -181,6 +181,10 @@ def test_a_critic_is_counted_and_its_folder_checked(recipe, tiny_model):
     assert footprint.critic_terms(count, TrainerConfig(ranks=2), whole=True) == alone | {"2 x the whole critic while it loads": 8}
 
 
+def test_balanced_experts_of_a_dense_model(recipe):
+    assert "trainer.balance_coef = 0.01 is for qwen3_moe models, and model.path is a qwen3" in refused(recipe("trainer.balance_coef=0.01"))
+
+
 def test_replicas_hold_the_model_once_each():
     held = [footprint.trainer_terms(ModelConfig(path="m"), TrainerConfig(ranks=4, replicas=n), 10**6, reference=True) for n in (1, 2)]
     assert [sum(size for reason, size in terms.items() if "ranks" not in reason) for terms in held] == [16 + 4, 2 * (16 + 4)]

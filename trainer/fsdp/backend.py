@@ -20,6 +20,7 @@ from miles.core.checkpoint import reader, rng
 from miles.core.checkpoint.writer import CheckpointWriter
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import longest_sequence
+from miles.core.model.routing import Routers
 from miles.core.model.sharded import reshard
 from miles.core.planning.hardware import hardware_of
 from miles.core.planning.residency import Residency
@@ -118,7 +119,10 @@ class FSDPBackend:
             budgets = trainer.activation_memory, trainer.activation_risk
             self._hilore = HiLoRe(self.model, self._activations, *budgets, world=world, threads=trainer.threads, device=self.device)
         self._chunk = trainer.chunk(self.model.config.get_text_config().vocab_size)
-        self._policy = Scorer(self.model, self._chunk, self.device)
+        self._policy = Scorer(self.model, self._chunk, self.device, Routers(self.model) if trainer.balance_coef else None)
+        if trainer.balance_coef and (pairs is not None or distill is not None):
+            what = "pairs" if pairs is not None else "a teacher"
+            raise ValueError(f"trainer.balance_coef = {trainer.balance_coef:g} goes with rewards and SFT, and this trainer learns from {what}: set it to 0")
         self._workload, self._hardware = workload_of(self.model), hardware_of(self.device.type, trainer.threads)
         self._sharing: PromptSharing | None = None
         if trainer.prompt_sharing:
@@ -248,7 +252,8 @@ class FSDPBackend:
             counts = objective.counts([batch.samples[i] for i in places], [advantages[i] for i in places])
             loss = partial(objective.loss, counts=counts, meters=Meters(self.device))
             self._choose(update, counts.tokens, loss, self._policy_loss, sampled=True)
-            results.append(self._update(update, counts.tokens, partial(self._rl_loss, counts=counts, meters=meters), meters))
+            share_of = partial(self._rl_loss, counts=counts, meters=meters)
+            results.append(self._update(update, counts.tokens, partial(self._balanced, counts=counts, loss=share_of), meters))
             # Only before the first update are the weights those that the engines sampled from.
             meters.comparing = False
         metrics = self._reduced(meters, int(batch.rewards.length_S.sum())) | batch.metrics(self.version) | more
@@ -267,7 +272,7 @@ class FSDPBackend:
         weights = None if weight_S is None else [w.expand(s.response_length) for w, s in zip(weight_S, samples, strict=True)]
         rows, loss = self._rows(samples, values=weights), partial(sft_loss, counts=counts)
         self._choose(rows, counts.tokens, loss, self._sft_loss, sampled=False)
-        update = self._update(rows, counts.tokens, partial(self._sft_loss, loss=loss), meters)
+        update = self._update(rows, counts.tokens, partial(self._balanced, counts=counts, loss=partial(self._sft_loss, loss=loss)), meters)
         result = result_of([update], self._reduced(meters, counts.tokens) | {"tokens/trained": float(counts.tokens)})
         self.version += 1
         return result
@@ -446,6 +451,16 @@ class FSDPBackend:
             meters.mismatch(tokens)
             return self._distiller.loss(tokens, compared, counts)
         return self._policy_loss(row, partial(objective.loss, counts=counts, meters=meters))
+
+    def _balanced(self, row: Row, counts: Counts, loss: Callable[[Row], LossOutput]) -> LossOutput:
+        """The row's loss, and its share of the balance of the experts' loads: a mean over the step's trained sequences."""
+        out = loss(row)
+        if not self._trainer.balance_coef:
+            return out
+        found, length_S = self._policy.routed(row)
+        trained_S = row.sequence_length_S[: len(length_S)] > 0
+        balance = (found.balance_S(length_S) * trained_S).sum() / counts.sequences
+        return LossOutput(loss=out.loss + self._trainer.balance_coef * balance, sums=out.sums | {"experts/balance": balance.detach() * counts.tokens})
 
     def _policy_loss(self, row: Row, loss: RowLoss) -> LossOutput:
         assert self._algorithm is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from weakref import WeakSet
 
@@ -14,7 +15,8 @@ from transformers import PreTrainedModel
 from algorithms.contracts import LossOutput
 from miles.core.model.fused_loss import even_parts, whole_parts
 from miles.core.model.lora import adapters_off
-from miles.core.model.packed import packed_logprobs, packed_loss
+from miles.core.model.packed import packed_logprobs, packed_loss, rows_of
+from miles.core.model.routing import Routed, Routers, routed
 from miles.core.model.sharded import reshard
 from trainer.rows.row import Row, RowLoss, row_of
 from trainer.rows.share import MicroBatch
@@ -27,10 +29,14 @@ class Scorer:
 
     Attributes:
         readers: what prefills have left and still lives. The weights must not move before it is gone.
+
+    Args:
+        routers: the model's, where it is asked for what they did.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk: int, device: torch.device):
-        self.model, self._chunk, self._device = model, chunk, device
+    def __init__(self, model: PreTrainedModel, chunk: int, device: torch.device, routers: Routers | None = None):
+        self.model, self._chunk, self._device, self._routers = model, chunk, device, routers
+        self._seen: list[tuple[Tensor, Tensor]] | None = None
         self._walk: Executor | None = None
         self._early: dict[Early, PromptState] = {}
         self.readers: WeakSet[PromptState] = WeakSet()
@@ -48,6 +54,21 @@ class Scorer:
             together: so many neighbouring sequences are never parted.
             by_token: the loss looks at each token alone, so a sequence may be parted.
         """
+        watching = self._routers.watched() if self._routers is not None and row.split is None and torch.is_grad_enabled() else nullcontext()
+        with watching as self._seen:
+            return self._loss(row, loss, temperature, entropy=entropy, entropy_gradient=entropy_gradient, together=together, by_token=by_token)
+
+    def routed(self, row: Row) -> tuple[Routed, Tensor]:
+        """What routers did with the sequences of `row`, whose loss was computed last, with a graph; and how long they are, [S]."""
+        if row.split is not None:
+            assert self._walk is not None, "the loss was computed last"
+            return self._walk.routed(row.split.number)
+        assert self._seen, "the loss was computed with gradients, by a scorer that was given the routers"
+        number_T = rows_of(self.model, row.sequence_T, row.first_T).number_T
+        found = routed(self._seen, row.sequence_T, row.num_sequences, number_T)
+        return found, torch.bincount(row.sequence_T, minlength=row.num_sequences).to(found.chosen_SLX.dtype)
+
+    def _loss(self, row: Row, loss: RowLoss, temperature: float, *, entropy: bool, entropy_gradient: bool, together: int, by_token: bool) -> LossOutput:
         # Nothing to differentiate; or log-probs from several passes, none of which has the logits of a whole answer.
         if not torch.is_grad_enabled() or (row.split is not None and not self._walk_to(row.split).alone(row.split.number)):
             return loss(row, *self.forward(row, temperature, entropy, entropy_gradient))
@@ -94,7 +115,7 @@ class Scorer:
 
     def prefill(self, wave: int, split: Split, temperature: float, entropy: bool = False, entropy_gradient: bool = False) -> None:
         """Run the prefills that a wave's plan begins with; a plan that names them in `early` takes them over. Arguments as in `forward`. Collective."""
-        walk = Executor(self.model, split, self._chunk, readers=self.readers)
+        walk = Executor(self.model, split, self._chunk, readers=self.readers, routers=self._routers)
         walk.prefill(temperature, entropy, entropy_gradient)
         self._early |= {(wave, number): state for number, state in walk.hand_over().items()}
         reshard(self.model)
@@ -109,7 +130,7 @@ class Scorer:
     def _walk_to(self, one: SplitPass) -> Executor:
         if one.first and (self._walk is None or self._walk.split is not one.split or self._walk.begun):
             states = {number: self._early.pop(early) for number, early in one.split.early.items() if early in self._early}
-            self._walk = Executor(self.model, one.split, self._chunk, states, self.readers)
+            self._walk = Executor(self.model, one.split, self._chunk, states, self.readers, self._routers)
         assert self._walk is not None, "rows of a plan are computed in its order"
         return self._walk
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from weakref import WeakSet
 
 import numpy as np
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel
 from miles.core.model.batch_invariant import is_batch_invariant
 from miles.core.model.fused_loss import PartLoss, fused_loss
 from miles.core.model.packed import through_head_of
+from miles.core.model.routing import Routed, Routers, routed
 from miles.core.model.scoring import score
 from miles.core.model.sharded import last_microbatch
 from miles.core.planning.plan import Plan
@@ -78,6 +81,7 @@ class PromptState:
     Attributes:
         roots: values [X] of the head, then keys and values of each layer, [T, G, E].
         keys, values: by layer. last_SD: hidden state behind each segment, in float32 or wider. logprobs_N, entropy_N: of scored tokens.
+        routed: what routers did with each segment, where that is watched; `routed_root` has the graph of the probabilities.
     """
 
     roots: list[Tensor]
@@ -86,6 +90,8 @@ class PromptState:
     last_SD: Tensor
     logprobs_N: Tensor
     entropy_N: Tensor | None
+    routed_root: Tensor | None = None
+    routed: Routed | None = None
 
     def backward(self) -> None:
         """From the gradients that have gathered in the leaves, none of which is then needed any more."""
@@ -99,6 +105,9 @@ class PromptState:
             if root.requires_grad and leaf.grad is not None:
                 roots.append(root)
                 grads.append(leaf.grad.to(root.dtype))
+        if self.routed_root is not None and self.routed is not None and self.routed.probability_SLX.grad is not None:
+            roots.append(self.routed_root)
+            grads.append(self.routed.probability_SLX.grad)
         torch.autograd.backward(roots, grads)
 
 
@@ -110,6 +119,7 @@ class Executor:
     Args:
         states: what prefills that have run already left, by pass; taken over.
         readers: to which every state that a prefill leaves is added. It reads the model's weights for as long as it lives.
+        routers: the model's, to watch in passes with gradients; None: nobody asks.
     """
 
     def __init__(
@@ -119,6 +129,7 @@ class Executor:
         chunk: int,
         states: dict[int, PromptState] | None = None,
         readers: WeakSet[PromptState] | None = None,
+        routers: Routers | None = None,
     ):
         if model.training:
             raise ValueError("trainer.prompt_sharing needs the model in eval mode: dropout would differ from an answer's own")
@@ -126,6 +137,8 @@ class Executor:
         self._steps = deque(split.plan.steps)
         self._states: dict[int, PromptState] = states or {}
         self._readers = readers
+        self._routers = routers
+        self._own_routed: Routed | None = None
         self._linear = getattr(model, "batch_invariant_linear", plain_linear)
 
     def loss(self, number: int, loss: PartLoss, parts: Sequence[slice], *, temperature: float, entropy: bool, entropy_gradient: bool) -> Tensor:
@@ -172,6 +185,29 @@ class Executor:
         entropies = [state.entropy_N for state in before if state.entropy_N is not None]
         all_entropies = torch.cat([*entropies, entropy_N]).index_select(0, layout.value_N)
         return all_logprobs, all_entropies if entropy_gradient else all_entropies.detach()
+
+    def routed(self, number: int) -> tuple[Routed, Tensor]:
+        """What routers did with the samples of pass `number`, which was replayed last, in all their passes; and the samples' tokens, [S]."""
+        plan, places, own = self.split.plan, self.split.places, self._own_routed
+        assert own is not None, "routers are watched in passes with gradients, by an executor that was given them"
+        samples = plan.passes[number].samples
+        chains = [plan.chain(plan.ends[sample]) for sample in samples]
+        passes = sorted({places.of_pass[s] for chain in chains for s in chain} - {number})
+        parts = [*(self._states[p].routed for p in passes), own]
+        first = dict(zip([*passes, number], accumulate((len(part.chosen_SLX) for part in parts if part is not None), initial=0), strict=False))
+        where = [first[places.of_pass[s]] + places.number[s] for chain in chains for s in chain]
+        whose = [i for i, chain in enumerate(chains) for _ in chain]
+        device = own.chosen_SLX.device
+        where_P, whose_P = torch.tensor(where, dtype=torch.int64, device=device), torch.tensor(whose, dtype=torch.int64, device=device)
+
+        def summed(tensors: list[Tensor]) -> Tensor:
+            every_PLX = torch.cat(tensors).index_select(0, where_P)
+            return every_PLX.new_zeros(len(samples), *every_PLX.shape[1:]).index_add(0, whose_P, every_PLX)
+
+        known = [part for part in parts if part is not None]
+        found = Routed(summed([part.probability_SLX for part in known]), summed([part.chosen_SLX for part in known]))
+        lengths = [sum(plan.segments[s].length for s in chain) for chain in chains]
+        return found, torch.tensor(lengths, dtype=found.chosen_SLX.dtype, device=device)
 
     def settle(self) -> None:
         """What follows on a replay: backwards of prefills that nothing builds on any more. Collective."""
@@ -230,6 +266,8 @@ class Executor:
             last_SD=_leaf(last_SD),
             logprobs_N=_leaf(logprobs_N),
             entropy_N=None if entropy_N is None else _leaf(entropy_N),
+            routed_root=None if self._own_routed is None else self._own_routed.probability_SLX,
+            routed=None if self._own_routed is None else replace(self._own_routed, probability_SLX=_leaf(self._own_routed.probability_SLX)),
         )
         if self._readers is not None:
             self._readers.add(self._states[number])
@@ -264,7 +302,13 @@ class Executor:
                 hidden_ND = torch.cat((hidden_ND, torch.cat(before).index_select(0, layout.before_F).to(hidden_KD.dtype)))
             return forward(hidden_ND, hidden_KD[layout.own :], weight_VD)
 
-        return through_head_of(self._model, layout.tokens_T, layout.positions_T, rows, layout.keep_K, head), rows
+        seen: list[tuple[Tensor, Tensor]] = []
+        with ExitStack() as watching:
+            if self._routers is not None and torch.is_grad_enabled():
+                seen = watching.enter_context(self._routers.watched())
+            out = through_head_of(self._model, layout.tokens_T, layout.positions_T, rows, layout.keep_K, head)
+        self._own_routed = routed(seen, layout.segment_T, layout.ends) if seen else None
+        return out, rows
 
 
 def _leaf(tensor: Tensor) -> Tensor:

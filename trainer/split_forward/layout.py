@@ -69,7 +69,7 @@ class PassLayout:
     """On the device.
 
     Attributes:
-        tokens_T, positions_T: the row.
+        tokens_T, positions_T: the row. segment_T: the number of the segment, in this pass, that each of its tokens is of.
         keep_K: places of hidden states that go to the head: `own` of them are scored, the others end the segments of a prefill.
         targets_N: tokens that are scored: `own` of them by this row's hidden states, then those that begin a segment, by the last hidden state
             of the segment before: of the passes `before`, laid end to end, at `before_F`.
@@ -100,6 +100,7 @@ class PassLayout:
         self.keep_K = _moved(np.concatenate((inner_N - 1, [] if self.replay else ends)), device)
         self.targets_N = _moved(np.concatenate((row_T[inner_N], row_T[[a for _, a in begins]] if begins else [])), device)
         self.ends = len(ends)
+        self.segment_T = _moved(np.repeat(np.arange(len(rows)), [len(row) for row in rows]), device)
         self.sources = places.sources(number)
         self.attention = SegmentLayout(places.lengths(number), places.lanes(number), device)
         self.values_from: list[int] = []

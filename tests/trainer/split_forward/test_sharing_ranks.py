@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from miles.core.planning.meters import Meter
 from miles.data.types import Group
+from tests.core.model.architectures import random_model
 from tests.trainer_cases import (
     gradients,
     make_backend,
@@ -133,3 +135,29 @@ def test_early_prompts_on_two_ranks_end_at_the_bits_of_late_ones(model: Path, ex
     assert all((ahead[name] == tensor).all() for name, tensor in serial.items())
     # The reference is the policy itself in the first step: its KL has no gradient there.
     assert relative_difference(found, expected) < EXACT
+
+
+def balanced(rank: int, world: int, path: Path, groups: list[Group], options: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """Gradients with a loss on the experts' loads, and the balance that is reported; float32, in which transformers' routers compute."""
+    backend = make_backend(path, rank=rank, world=world, trainer=options, dtype=torch.float32)
+    if options.get("prompt_sharing"):
+        share_prompts(backend)
+    metrics = backend.step_rl(groups).metrics
+    return gradients(backend), metrics.get("experts/balance", 0.0)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_balance_of_experts_does_not_depend_on_ranks_rows_or_shared_prompts(two_ranks: Pool, tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    random_model("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    small_model(tmp_path / "tokenizer")
+    for file in (tmp_path / "tokenizer" / "model").glob("*token*"):
+        file.rename(tmp_path / file.name)
+    expected, balance = balanced(0, 1, tmp_path, sharing_groups(), {"balance_coef": 0.5})
+    without, _ = balanced(0, 1, tmp_path, sharing_groups(), {})
+    assert relative_difference(without, expected) > 1e-2
+    assert 1 < balance < 4
+    for options in ({"max_tokens_per_microbatch": 24}, {"max_tokens_per_microbatch": 24, "prompt_sharing": True, "activations": "recompute"}):
+        for found, reported in two_ranks.run(balanced, tmp_path, sharing_groups(), {"balance_coef": 0.5} | options):
+            assert relative_difference(found, expected) < 1e-5
+            assert reported == pytest.approx(balance, rel=1e-5)
