@@ -146,7 +146,7 @@ def _build_engine(spec: RolloutSpec) -> Engine:
         return TorchEngine(spec.model, max_running=spec.rollout.max_running, threads=spec.rollout.threads, lora=spec.lora)
     from rollout.engines.sglang_engine import SGLangEngine
 
-    return SGLangEngine(spec.model, spec.rollout, log_folder=Path(spec.log_folder))
+    return SGLangEngine(spec.model, spec.rollout, log_folder=Path(spec.log_folder), lora=spec.lora)
 
 
 def actor_options(spec: RolloutSpec) -> dict[str, Any]:

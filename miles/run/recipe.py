@@ -127,7 +127,7 @@ class RLRecipe(Section):
                 "use 'tensor' or 'broadcast'"
             )
         if self.lora is not None and self.rollout.engine == "sglang":
-            raise ValueError("[lora] with rollout.engine = 'sglang' is not there yet: use rollout.engine = 'torch', or leave [lora] out")
+            _served_by_sglang(self.lora, self.model)
         return self
 
     @model_validator(mode="after")
@@ -255,6 +255,17 @@ class RewardModelRecipe(SupervisedRecipe):
             raise ValueError("trainer.prompt_sharing shares log-probs' work, and a reward model computes none: leave it out")
         _rows_of_log_probs(self.trainer, "pairs")
         return self
+
+
+def _served_by_sglang(lora: LoraConfig, model: ModelConfig) -> None:
+    """SGLang lays some layers of a model end to end, and passes over an adapter that has but the wrong part of such a one."""
+    for wanted, what in ((lora.dora, "lora.dora = true"), (model.true_on_policy, "model.true_on_policy")):
+        if wanted:
+            raise ValueError(f"{what} does not go with [lora] and rollout.engine = 'sglang': use rollout.engine = 'torch', or leave it out")
+    for needed, of in ((("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")), (("gate_proj",), ("gate_proj", "up_proj"))):
+        missing = [name for name in needed if name not in lora.targets]
+        if missing and set(of) & set(lora.targets):
+            raise ValueError(f"lora.targets = {lora.targets} lacks {' and '.join(missing)}, which rollout.engine = 'sglang' needs beside {', '.join(of)}")
 
 
 def _rows_of_log_probs(trainer: TrainerConfig, teacher: str) -> None:

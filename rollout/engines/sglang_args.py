@@ -58,8 +58,10 @@ def model_facts(model: ModelConfig) -> ModelFacts:
     )
 
 
-def server_arguments(model: ModelConfig, rollout_config: RolloutConfig, facts: ModelFacts, weight_version: int) -> dict[str, Any]:
-    """SGLang's ServerArgs by name; `rollout.sglang_args` has the last word. Host, port and API key are not among them.
+def server_arguments(
+    model: ModelConfig, rollout_config: RolloutConfig, facts: ModelFacts, weight_version: int, more: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """SGLang's ServerArgs by name, with `more` of ours; `rollout.sglang_args` has the last word. Host, port and API key are not among them.
 
     Raises:
         ValueError: `model.true_on_policy` on a GPU or with tensor parallelism.
@@ -81,7 +83,7 @@ def server_arguments(model: ModelConfig, rollout_config: RolloutConfig, facts: M
         arguments["tp_size"] = int(rollout_config.gpus_per_engine)
     if model.true_on_policy:
         arguments["enable_deterministic_inference"] = True
-    arguments |= rollout_config.sglang_args
+    arguments |= (more or {}) | rollout_config.sglang_args
     if model.true_on_policy and (rollout_config.gpus_per_engine > 0 or int(arguments.get("tp_size", 1)) > 1):
         raise ValueError(
             f"model.true_on_policy with rollout.engine = 'sglang' needs one rank on CPU, but gpus_per_engine = {rollout_config.gpus_per_engine:g} and "

@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from rollout.config import RolloutConfig
 from rollout.engines.contracts import EngineError, EngineHealth, Generation, PauseMode, Request
 from rollout.engines.scoring import Scored, ScoreRequest, check_score_request
 from rollout.engines.sglang_args import model_facts, server_arguments, server_environment
+from rollout.engines.sglang_lora import ADAPTER, SGLangAdapters, adapter_arguments, adapter_specs, write_zeros
 from rollout.engines.sglang_scoring import score_body, scored
 from rollout.engines.sglang_server import SGLangServer
 from rollout.engines.sglang_weights import SGLangWeights
@@ -42,17 +43,22 @@ class SGLangEngine:
     Args:
         log_folder: the server's output goes to a file in it.
         weight_version: the version that the weights in `model.path` are.
+        lora: serve the model with adapters, which are all that updates bring; zeros at first.
     """
 
-    def __init__(self, model: ModelConfig, rollout: RolloutConfig, *, log_folder: Path, weight_version: int = 0) -> None:
+    def __init__(self, model: ModelConfig, rollout: RolloutConfig, *, log_folder: Path, weight_version: int = 0, lora: LoraConfig | None = None) -> None:
         self._model = model
         self._rollout = rollout
         self._facts = model_facts(model)
-        self._arguments = server_arguments(model, rollout, self._facts, weight_version)
+        self._lora = lora
+        self._adapter = {} if lora is None else adapter_specs(model, lora)
+        more = {} if lora is None else adapter_arguments(lora, self._adapter, rollout.gpus_per_engine == 0)
+        self._arguments = server_arguments(model, rollout, self._facts, weight_version, more)
         self._seeded = bool(self._arguments.get("enable_deterministic_inference", False))
         self._server = SGLangServer(Path(log_folder))
         ranks = int(self._arguments.get("tp_size", 1))
-        self._weights = SGLangWeights(self._server, self._facts, model.dtype, ranks, weight_version)
+        common = self._server, self._facts, model.dtype, ranks, weight_version
+        self._weights = SGLangWeights(*common) if lora is None else SGLangAdapters(*common, self._adapter)
         self._in_flight: dict[str, str] = {}  # server id -> request id
         self._resumed: asyncio.Event | None = None  # set while paused; new requests wait for it
         self._pause_mode: PauseMode | None = None
@@ -83,7 +89,11 @@ class SGLangEngine:
         Raises:
             EngineError: SGLang is not installed, or did not come up; the message ends with its log.
         """
-        await self._server.start(self._arguments, lambda scratch: server_environment(self._model, self._rollout, self._facts, self._arguments, scratch))
+        await self._server.start(self._begin_in)
+
+    def _begin_in(self, scratch: Path) -> tuple[dict[str, Any], dict[str, str]]:
+        adapters = {} if self._lora is None else {"lora_paths": [write_zeros(scratch / "adapter", self._lora, self._adapter)]}
+        return self._arguments | adapters, server_environment(self._model, self._rollout, self._facts, self._arguments, scratch)
 
     async def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """See `Engine.generate`. Waits while the engine is paused. The deadline is the caller's: it cancels this call."""
@@ -97,7 +107,7 @@ class SGLangEngine:
             raise EngineError(f"{self._server.name} is asleep ({', '.join(sorted(self._asleep))}): wake it before generating")
         # SGLang aborts by prefix of the id, and two ids in use at once are an error: the caller's ids cannot serve.
         server_ids = [uuid.uuid4().hex for _ in requests]
-        body = request_body(requests, server_ids, self._facts, self._weights.commits, self._seeded)
+        body = request_body(requests, server_ids, self._facts, self._weights.commits, self._seeded) | self._by_adapter(len(requests))
         self._enter(requests, server_ids)
         try:
             # When the caller gives up, the connection closes, and SGLang itself ends the requests within four seconds.
@@ -116,7 +126,8 @@ class SGLangEngine:
             check_score_request(request, context=self._facts.context, vocabulary=self._facts.vocabulary)
         while self._resumed is not None:
             await self._resumed.wait()
-        answers = await self._server.post("/generate", score_body(requests, extra_key=f"commit-{self._weights.commits}"), None)
+        body = score_body(requests, extra_key=f"commit-{self._weights.commits}") | self._by_adapter(len(requests))
+        answers = await self._server.post("/generate", body, None)
         return [scored(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def hold(self) -> AbstractContextManager[None]:
@@ -175,7 +186,7 @@ class SGLangEngine:
             return
         await self._call("/resume_memory_occupation", {"tags": woken})
         if "weights" in woken and self._rollout.gpus_per_engine > 0:
-            await asyncio.to_thread(self._weights.reload)
+            await asyncio.to_thread(self._weights.restore)
         self._asleep -= set(woken)
         if not self._asleep and self._pause_mode is None:
             await self._call("/continue_generation", {"torch_empty_cache": False})
@@ -239,6 +250,9 @@ class SGLangEngine:
             self._drop_cache()
         self._weights.leave()
         self._end_own_pause()
+
+    def _by_adapter(self, count: int) -> dict[str, Any]:
+        return {} if self._lora is None else {"lora_path": [ADAPTER] * count}
 
     async def _call(self, path: str, body: dict[str, Any]) -> Any:
         return await asyncio.to_thread(self._server.call, path, body)

@@ -26,10 +26,11 @@ def load_file(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None
     from weight_sync.transports.shared_memory import read_bucket
 
     for description, _ in named_tensors:
-        bucket, payload = _parse(json.loads(description))
+        bucket, payload = parse(json.loads(description))
         model.load_weights(list(read_bucket(bucket, payload).items()))
 
 
-def _parse(fields: dict[str, Any]) -> tuple[Bucket, SharedMemory]:
+def parse(fields: dict[str, Any]) -> tuple[Bucket, SharedMemory]:
+    """What `describe` was given, from its JSON."""
     tensors = tuple(TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in fields["tensors"])
     return Bucket(fields["index"], tensors), SharedMemory(fields["path"], fields["nbytes"])

@@ -55,8 +55,8 @@ class SGLangServer:
         assert self._process is not None, "start the server first"
         return self._process.pid
 
-    async def start(self, arguments: dict[str, Any], environment: Callable[[Path], dict[str, str]]) -> None:
-        """Start, and return when it serves. `environment` is given the scratch folder.
+    async def start(self, begin: Callable[[Path], tuple[dict[str, Any], dict[str, str]]]) -> None:
+        """Start, and return when it serves. `begin` is given the scratch folder, and says arguments and environment.
 
         Raises:
             EngineError: SGLang is not installed, or it ended or did not serve in time; the message ends with its log.
@@ -68,8 +68,9 @@ class SGLangServer:
         atexit.register(self.close)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.scratch = Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        arguments, environment = begin(self.scratch)
         for _ in range(PORT_ATTEMPTS):
-            self._spawn(arguments, environment(self.scratch))
+            self._spawn(arguments, environment)
             if await self._ready():
                 return
             self._end_group()

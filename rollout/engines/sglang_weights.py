@@ -51,6 +51,7 @@ class SGLangWeights:
         self._facts = facts
         self._dtype = dtype
         self._ranks = ranks
+        self._loader = LOADER
         self._specs: dict[str, TensorSpec] | None = None
         self._membership = Membership(server.name)
         self.join, self.leave = self._membership.join, self._membership.leave
@@ -101,12 +102,12 @@ class SGLangWeights:
             raise WeightSyncError(
                 f"{self._server.name}: {len(missing)} tensors of version {self._manifest.version} did not come, the first is {min(missing)!r}"
             )
+        self._complete()
         self._end_session()
         if not digests:
             return {}
         tensors = {name: tensor for bucket, file in self._incoming for name, tensor in read_bucket(bucket, file).items()}
-        if self._ranks == 1:
-            check_served(self._server.call("/weights_checker", {"action": "checksum"}), tensors, self._server.name)
+        self._check_served(tensors)
         return piece_digests(tensors, self._pieces)
 
     def commit(self, version: int) -> None:
@@ -139,12 +140,20 @@ class SGLangWeights:
     def reload(self) -> None:
         """Load the retained weights into the server."""
         if self._retained is None:
-            self._server.call("/update_weights_from_disk", {"model_path": str(self._facts.folder), "flush_cache": False})
+            self.reload_base()
             return
         self._begin_session()
         for bucket, file in self._retained:
             self._load(bucket, file)
         self._end_session()
+
+    def reload_base(self) -> None:
+        """Load the model directory again."""
+        self._server.call("/update_weights_from_disk", {"model_path": str(self._facts.folder), "flush_cache": False})
+
+    def restore(self) -> None:
+        """Bring back all that a server has lost that let go of its memory."""
+        self.reload()
 
     def _receive(self, bucket: Bucket, payload: Payload) -> None:
         if self._manifest is None or bucket not in self._manifest.buckets:
@@ -176,10 +185,20 @@ class SGLangWeights:
             self._session = False
 
     def _load(self, bucket: Bucket, file: SharedMemory) -> None:
+        self._load_all([(bucket, file)])
+
+    def _load_all(self, files: Stored) -> None:
         # SGLang takes named tensors; the name carries everything, see sglang_loader.py. Its unpickler allows this tensor.
-        payload = base64.b64encode(pickle.dumps([(describe(bucket, file), torch.zeros(1))])).decode()
-        body = {"serialized_named_tensors": [payload] * self._ranks, "load_format": LOADER, "flush_cache": False}
+        payload = base64.b64encode(pickle.dumps([(describe(bucket, file), torch.zeros(1)) for bucket, file in files])).decode()
+        body = {"serialized_named_tensors": [payload] * self._ranks, "load_format": self._loader, "flush_cache": False}
         self._server.call("/update_weights_from_tensor", body)
+
+    def _complete(self) -> None:
+        """All buckets are there; each was loaded as it came."""
+
+    def _check_served(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self._ranks == 1:
+            check_served(self._server.call("/weights_checker", {"action": "checksum"}), tensors, self._server.name)
 
     def _receive_to(self, path: Path, bucket: Bucket) -> None:
         _write(path, self._membership.receive(bucket))

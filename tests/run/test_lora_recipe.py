@@ -18,9 +18,24 @@ def test_the_recipe_is_one() -> None:
     assert lora.scaling == 2.0
 
 
-def test_sglang_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\[lora\] with rollout.engine = 'sglang' is not there yet"):
-        load(RLRecipe, LORA, ["rollout.engine=sglang"])
+def test_sglang_serves_adapters() -> None:
+    load(RLRecipe, LORA, ["rollout.engine=sglang"])
+    load(RLRecipe, LORA, ["rollout.engine=sglang", 'lora.targets=["q_proj", "v_proj"]'])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lora.dora=true", "lora.dora = true does not go with [lora] and rollout.engine = 'sglang'"),
+        ("model.true_on_policy=true", "model.true_on_policy does not go with [lora] and rollout.engine = 'sglang'"),
+        ('lora.targets=["q_proj", "k_proj"]', "lora.targets = ['q_proj', 'k_proj'] lacks v_proj, which rollout.engine = 'sglang' needs beside q_proj, k_proj"),
+        ('lora.targets=["up_proj"]', "lora.targets = ['up_proj'] lacks gate_proj"),
+    ],
+)
+def test_adapters_that_sglang_cannot_serve(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RLRecipe, LORA, ["rollout.engine=sglang", override])
+    assert message in str(caught.value)
 
 
 def test_dropout_is_no_option() -> None:
