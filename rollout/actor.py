@@ -40,7 +40,7 @@ class GroupResult:
 
     claim_id: int
     group: Group | None
-    kind: Literal["done", "failed", "timed_out", "engine_died"] = "done"
+    kind: Literal["done", "failed", "timed_out", "engine_died", "aborted"] = "done"
     message: str = ""
 
 
@@ -67,6 +67,8 @@ class RolloutActor:
         self._engine: Engine = _build_engine(spec)
         self._line = Line(spec.rollout.max_running)
         self._rewards = RewardRunner(spec.reward, tokenizer_of(spec.model))
+        self._deadlines: dict[int, asyncio.Timeout] = {}
+        self._unwanted: set[int] = set()
 
     async def start(self) -> str:
         """Bring the engine up; returns the address of this actor's node."""
@@ -93,6 +95,14 @@ class RolloutActor:
             for task in running:
                 task.cancel()
 
+    async def abort_groups(self, claim_ids: Sequence[int]) -> None:
+        """Nobody waits for these groups any more: those that still run end now, as `aborted`."""
+        for claim_id in claim_ids:
+            deadline = self._deadlines.pop(claim_id, None)
+            if deadline is not None and not deadline.expired():
+                self._unwanted.add(claim_id)
+                deadline.reschedule(asyncio.get_running_loop().time())
+
     async def close(self) -> None:
         self._rewards.close()
         await self._engine.close()
@@ -104,10 +114,14 @@ class RolloutActor:
         try:
             samples = await self._answered(task, requests)
         except EngineError as error:
-            kind: Literal["failed", "engine_died"] = "failed" if (await self._engine.health()).ok else "engine_died"
+            kind: Literal["failed", "engine_died", "timed_out", "aborted"] = "failed" if (await self._engine.health()).ok else "engine_died"
             return GroupResult(claim_id=task.claim_id, group=None, kind=kind, message=str(error))
+        finally:
+            unwanted = task.claim_id in self._unwanted
+            self._unwanted.discard(task.claim_id)
         if samples is None:
-            return GroupResult(claim_id=task.claim_id, group=None, kind="timed_out", message=f"no result within {task.timeout_s:g} s")
+            kind, message = ("aborted", "others were done first") if unwanted else ("timed_out", f"no result within {task.timeout_s:g} s")
+            return GroupResult(claim_id=task.claim_id, group=None, kind=kind, message=message)
         return GroupResult(claim_id=task.claim_id, group=Group(claim_id=task.claim_id, prompt=task.prompt, samples=tuple(samples)))
 
     async def _answered(self, task: GroupTask, requests: list[Request]) -> list[Sample] | None:
@@ -118,6 +132,7 @@ class RolloutActor:
         """
         try:
             async with asyncio.timeout(None) as deadline:
+                self._deadlines[task.claim_id] = deadline
                 # The further engines work ahead, the longer a group waits there behind others; that is no fault of its own.
                 with self._line.joined(len(requests), lambda: deadline.reschedule(asyncio.get_running_loop().time() + task.timeout_s)):
                     generations = await self._generate_to_the_end(requests)
@@ -126,6 +141,8 @@ class RolloutActor:
         except TimeoutError:
             await self._engine.abort([request.request_id for request in requests])
             return None
+        finally:
+            self._deadlines.pop(task.claim_id, None)
 
     async def _generate_to_the_end(self, requests: list[Request]) -> list[Generation]:
         """Aborted generations go on where they stopped (partial rollout): a pause for new weights never loses tokens."""

@@ -28,6 +28,11 @@ class RolloutConfig(SamplingConfig):
     engines: int = Field(1, ge=1, description="number of engines, one rollout actor each")
     prompts_per_step: int = Field(8, ge=1, description="prompts of one training step")
     samples_per_prompt: int = Field(8, ge=1, description="group size G")
+    extra_prompts: int = Field(
+        0,
+        ge=0,
+        description="prompts begun beyond prompts_per_step at run.max_staleness = 0: the first to finish are trained, the rest aborted and tried again",
+    )
     max_attempts: int = Field(3, ge=1, description="how often a failed group is tried before it counts as exhausted")
     timeout_s: float = Field(
         600.0, gt=0, description="deadline of one group, generation and rewards, in seconds from its turn at an engine: it waits while others fill max_running"

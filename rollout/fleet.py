@@ -105,6 +105,13 @@ class Fleet:
             runner.add_done_callback(self._waves.discard)
         return futures
 
+    def abort(self, claim_ids: Sequence[int]) -> None:
+        """Tell engines that nobody waits for these groups any more. Each still ends once: as `aborted`, or done if it was that by then."""
+        for member in self._members:
+            if unwanted := [claim_id for claim_id in claim_ids if claim_id in member.outstanding]:
+                # Whatever comes of this call, the wave's own results say what became of the groups.
+                member.actor.abort_groups.remote(unwanted)
+
     def mark_dead(self, engine_id: int, reason: str) -> None:
         """Take an engine out; its unfinished groups resolve as `engine_died`."""
         member = self._members[engine_id]

@@ -6,6 +6,9 @@ Capacity is the one rule. Groups in flight or waiting in the buffer are at most
     prompts_per_step x max_staleness         while it trains
 
 so that at 0 the engines are idle while the trainer works, and at k they are up to k batches ahead.
+
+At 0 a round may also begin with `extra_prompts` more groups than a batch needs: the first that finish are the batch, and the tail, for which
+everybody else would wait, is aborted and tried again first thing in the next round.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ class Producer:
     max_sampling_rounds: int
     heal: Callable[[], Awaitable[None]]
     submitted: Callable[[Sequence[int]], None] | None = None
+    extra_prompts: int = 0
     _counts: Counter[str] = field(default_factory=Counter)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _filtered: list[Group] = field(default_factory=list)
@@ -91,8 +95,10 @@ class Producer:
             # At 0 a round is refilled only when it is over: which groups share a batch then never depends on timing.
             if self.max_staleness > 0 or not self._in_flight:
                 self._check_rounds()
-                self._fill(self.prompts_per_step * (self.max_staleness + 1) - len(kept))
+                self._fill(self.prompts_per_step * (self.max_staleness + 1) + self.extra_prompts - len(kept))
             await self._changed.wait()
+        if self.extra_prompts:
+            await self._abort_tail()
         if self.max_staleness:
             self._fill(self.prompts_per_step * self.max_staleness)
         return Taken(groups=tuple(sorted(kept, key=lambda g: g.claim_id)), counts=self._drain_counts())
@@ -118,6 +124,15 @@ class Producer:
         self.buffer.load_state_dict(state["buffer"], self.stream.prompt)
         buffered = set(self.buffer.claim_ids())
         self._waiting = [claim_id for claim_id in self.claims.in_flight() if claim_id not in buffered]
+
+    async def _abort_tail(self) -> None:
+        """What still runs ends. A group that was done meanwhile waits in the buffer, and is too old for the next version."""
+        self.fleet.abort(sorted(self._in_flight))
+        while self._in_flight:
+            self._changed.clear()
+            self._raise_error()
+            await self._changed.wait()
+        self._raise_error()
 
     def _fill(self, capacity: int) -> None:
         """Start groups until `capacity` of them are in flight or buffered."""
@@ -157,13 +172,14 @@ class Producer:
             self.buffer.put(result.group)
 
     def _on_failure(self, result: GroupResult) -> None:
+        if result.kind == "aborted":
+            self._counts["groups/aborted"] += 1
+            self._again(result.claim_id)
+            return
         self._failures_in_a_row += 1
         self._counts["groups/failed"] += 1
         logger.warning("prompt %d (claim %d) %s: %s", self.stream.prompt(result.claim_id).prompt_id, result.claim_id, result.kind, result.message)
-        if self.claims.retry(result.claim_id):
-            self._waiting.append(result.claim_id)
-        else:
-            self._counts["groups/exhausted"] += 1
+        self._again(result.claim_id)
         if self._failures_in_a_row >= 8 * self.prompts_per_step:
             self._error = RuntimeError(f"{self._failures_in_a_row} groups failed in a row, the last one with: {result.message}")
 
@@ -172,10 +188,13 @@ class Producer:
         for group in self.buffer.drain_refused():
             self._counts["groups/refused_stale"] += 1
             self._refused_lengths += [sample.response_length for sample in group.samples]
-            if self.claims.retry(group.claim_id):
-                self._waiting.append(group.claim_id)
-            else:
-                self._counts["groups/exhausted"] += 1
+            self._again(group.claim_id)
+
+    def _again(self, claim_id: int) -> None:
+        if self.claims.retry(claim_id):
+            self._waiting.append(claim_id)
+        else:
+            self._counts["groups/exhausted"] += 1
 
     def _check_rounds(self) -> None:
         if len(self._filtered) >= self.prompts_per_step * self.max_sampling_rounds:
@@ -189,7 +208,7 @@ class Producer:
             raise self._error
 
     def _drain_counts(self) -> dict[str, float]:
-        counts = {name: float(self._counts[name]) for name in ("groups/failed", "groups/exhausted", "groups/refused_stale")}
+        counts = {name: float(self._counts[name]) for name in ("groups/failed", "groups/aborted", "groups/exhausted", "groups/refused_stale")}
         counts["groups/filtered"] = float(len(self._filtered))
         counts |= {"queue/in_flight": float(len(self._in_flight)), "queue/buffered": float(len(self.buffer))}
         if self._refused_lengths:

@@ -104,11 +104,12 @@ class PromptStream:
         self.dataset = dataset
         self._order = EpochOrder(len(dataset), seed, dataset.shuffle)
 
-    def check_step(self, prompts: int) -> None:
-        """Raises ConfigError where a step of `prompts` prompts would hold one of them twice."""
-        if prompts > len(self.dataset):
+    def check_step(self, prompts: int, extra: int = 0) -> None:
+        """Raises ConfigError where a step of `prompts` prompts, begun with `extra` more, would hold one of them twice."""
+        if prompts + extra > len(self.dataset):
+            asked = f"rollout.prompts_per_step = {prompts}" + (f" and rollout.extra_prompts = {extra}" if extra else "")
             raise ConfigError(
-                f"rollout.prompts_per_step = {prompts}, but there are {len(self.dataset)} prompts in {self.dataset.report.rows} rows: a step would answer some "
+                f"{asked}, but there are {len(self.dataset)} prompts in {self.dataset.report.rows} rows: a step would answer some "
                 f"twice. Use at most {len(self.dataset)}; rollout.samples_per_prompt gives more answers to each"
             )
 

@@ -243,7 +243,7 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
         check_reader("critic.path", config.critic.path, config.model, tokenizer, whose="policy", cure=cure)
     room = prompt_room(config.model, config.rollout.max_new_tokens, "rollout.max_new_tokens")
     stream = PromptStream(PromptDataset.load(config.data, tokenizer, room), config.run.seed)
-    stream.check_step(config.rollout.prompts_per_step)
+    stream.check_step(config.rollout.prompts_per_step, config.rollout.extra_prompts)
     rewarded = bool(config.reward.functions)
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed, rewarded=rewarded) if config.evaluate.every else None
     stop_ids = end_tokens(config.model, tokenizer, config.rollout.stop)
@@ -319,6 +319,7 @@ def _build(
         timeout_s=rollout.timeout_s,
         dynamic_sampling=config.algorithm.dynamic_sampling,
         max_sampling_rounds=config.algorithm.max_sampling_rounds,
+        extra_prompts=rollout.extra_prompts,
         heal=heal,
     )
     run = RLRun(

@@ -114,6 +114,12 @@ class RLRecipe(Section):
             raise ValueError("rollout.samples_per_prompt = 1 with algorithm.dynamic_sampling: all rewards of a group of one are equal, so each is dropped")
         if self.rollout.engine == "torch" and self.rollout.gpus_per_engine:
             raise ValueError(f"rollout.gpus_per_engine = {self.rollout.gpus_per_engine:g} with rollout.engine = 'torch', which runs on CPU: use 'sglang'")
+        extra = self.rollout.extra_prompts
+        if extra and (self.run.max_staleness or self.run.prefix_overlap):
+            other = f"run.max_staleness = {self.run.max_staleness}" if self.run.max_staleness else "run.prefix_overlap"
+            raise ValueError(
+                f"rollout.extra_prompts = {extra} does not go with {other}: it is for a trainer that waits for the slowest group, prompts and all; set it to 0"
+            )
         if self.rollout.temperature == 0:
             raise ValueError("rollout.temperature = 0 samples greedily: every sample of a group would be the same; use a temperature above 0")
         if self.model.true_on_policy and self.model.dtype != "float32":

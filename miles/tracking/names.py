@@ -11,6 +11,7 @@ METRICS: dict[str, str] = {
     "groups/zero_variance": "groups whose rewards are all equal: they teach nothing",
     "groups/filtered": "groups dropped by dynamic sampling since the last step",
     "groups/failed": "groups that failed or timed out since the last step",
+    "groups/aborted": "groups aborted since the last step because others were done first (rollout.extra_prompts)",
     "groups/exhausted": "groups given up after max_attempts since the last step",
     "groups/refused_stale": "finished groups refused because they were older than max_staleness",
     "queue/in_flight": "groups at work when the step's batch was complete",

@@ -45,6 +45,10 @@ class Fleet:
             self.asked.pop(claim_id).set_result(answer(claim_id))
         await settle()
 
+    def abort(self, claim_ids: Sequence[int]) -> None:
+        for claim_id in claim_ids:
+            self.asked.pop(claim_id).set_result(GroupResult(claim_id=claim_id, group=None, kind="aborted"))
+
     async def answer_all_for_ever(self, answer: Answer) -> None:
         while True:
             await self.answer(list(self.asked), answer)
@@ -72,7 +76,7 @@ def stream(size: int = 6, seed: int = 0) -> PromptStream:
 PROMPTS = stream()
 
 
-def producer(fleet: Fleet, *, max_staleness: int = 0, dynamic_sampling: bool = False, prompts: PromptStream | None = None) -> Producer:
+def producer(fleet: Fleet, *, max_staleness: int = 0, dynamic_sampling: bool = False, prompts: PromptStream | None = None, extra_prompts: int = 0) -> Producer:
     async def heal() -> None:
         fleet.dead_ids, fleet.engine_ids = [], [0]
 
@@ -87,6 +91,7 @@ def producer(fleet: Fleet, *, max_staleness: int = 0, dynamic_sampling: bool = F
         timeout_s=10.0,
         dynamic_sampling=dynamic_sampling,
         max_sampling_rounds=3,
+        extra_prompts=extra_prompts,
         heal=heal,
     )
 
@@ -300,3 +305,52 @@ def test_a_run_is_not_resumed_on_other_data_or_in_another_order(other: dict[str,
     state = producer(Fleet()).state_dict()
     with pytest.raises(ConfigError, match=r"run\.seed"):
         producer(Fleet(), prompts=stream(**other)).load_state_dict(state)
+
+
+def test_with_extra_prompts_the_first_to_finish_are_the_batch_and_the_tail_comes_again_until_it_is_exhausted() -> None:
+    async def test() -> None:
+        fleet = Fleet()
+        made = producer(fleet, extra_prompts=2)
+        taking = asyncio.ensure_future(made.take(0))
+        await settle()
+        assert sorted(fleet.asked) == [0, 1, 2, 3, 4, 5]
+        await fleet.answer([5, 1, 4, 3], at(0))
+        taken = await taking
+        assert [g.claim_id for g in taken.groups] == [1, 3, 4, 5]
+        assert taken.counts["groups/aborted"] == 2
+        assert taken.counts["groups/failed"] == 0
+        assert not fleet.asked, "the engines are idle while the trainer works"
+        made.trained(taken.groups)
+        taking = asyncio.ensure_future(made.take(1))
+        await settle()
+        assert sorted(fleet.asked) == [0, 2, 6, 7, 8, 9]
+        await fleet.answer([0, 6, 7, 9], at(1))
+        taken = await taking
+        made.trained(taken.groups)
+        assert taken.counts["groups/aborted"] == 2
+        assert taken.counts["groups/exhausted"] == 1, "claim 2 had its two attempts"
+        assert made.claims.in_flight() == [8]
+        assert made.claims.ended == {Outcome.TRAINED: 8, Outcome.FILTERED: 0, Outcome.EXHAUSTED: 1}
+
+    run(test)
+
+
+def test_a_group_that_was_done_while_the_tail_was_aborted_is_too_old_for_the_next_version_and_not_lost() -> None:
+    async def test() -> None:
+        fleet = Fleet()
+        made = producer(fleet, extra_prompts=1)
+        taking = asyncio.ensure_future(made.take(0))
+        await settle()
+        await fleet.answer([0, 1, 2, 3, 4], at(0))
+        taken = await taking
+        assert [g.claim_id for g in taken.groups] == [0, 1, 2, 3]
+        made.trained(taken.groups)
+        taking = asyncio.ensure_future(made.take(1))
+        await settle()
+        assert sorted(fleet.asked) == [4, 5, 6, 7, 8]
+        await fleet.answer([4, 5, 6, 7], at(1))
+        taken = await taking
+        assert [g.claim_id for g in taken.groups] == [4, 5, 6, 7]
+        assert taken.counts["groups/refused_stale"] == 1
+
+    run(test)

@@ -79,6 +79,7 @@ class OneAtATime(Hanging):
         return [Generation(request_id=request.request_id, finish="length", **one) for request in requests]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
         self.free.set()
 
 
@@ -132,3 +133,30 @@ def test_a_response_that_was_aborted_twice_is_one_whose_parts_agree(tiny_model: 
     assert sample.weight_versions.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert sample.loss_mask.all()
     assert sample.status is Status.COMPLETED
+
+
+def test_groups_that_nobody_wants_any_more_end_as_aborted_and_leave_nothing_in_the_engine(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = OneAtATime()
+    monkeypatch.setattr(actor_module, "_build_engine", lambda spec: engine)
+    spec = RolloutSpec(
+        model=ModelConfig(path=str(tiny_model)),
+        rollout=RolloutConfig(),
+        reward=RewardConfig(functions=[RewardItem(name="length", args={"max_tokens": 9, "buffer": 1})]),
+        log_folder="",
+        name="",
+    )
+
+    async def run() -> list[GroupResult]:
+        made = RolloutActor(spec)
+        groups = made.run_groups([GroupTask(claim_id=c, prompt=prompt(c), sampling=(SamplingParams(max_new_tokens=1),), timeout_s=60.0) for c in (0, 1)])
+        following = asyncio.ensure_future(anext(groups))
+        await asyncio.sleep(0.05)
+        await made.abort_groups([0, 7])
+        found = [await following, await anext(groups)]
+        await made.abort_groups([0, 1])
+        return found
+
+    found = {result.claim_id: result for result in asyncio.run(run())}
+    assert found[0].kind == "aborted"
+    assert engine.aborted == ["0/0"]
+    assert found[1].kind == "done"

@@ -74,6 +74,13 @@ async def after_a_while(sample: Any, *, prompt: Any, text: str) -> float:
     return share_of_a(sample, prompt=prompt, text=text)
 
 
+async def never_for_claim_2(sample: Any, *, prompt: Any, text: str) -> float:
+    """`share_of_a`, but for one claim, whose reward takes longer than any test."""
+    if sample.group_id == "2":
+        await asyncio.sleep(3600)
+    return share_of_a(sample, prompt=prompt, text=text)
+
+
 def kills_its_engine_once(sample: Any, *, prompt: Any, text: str, flag: str) -> float:
     """`share_of_a`, except that the 40th call of all (in the third step of 16 samples) kills the rollout actor, whose child this reward worker is."""
     with Path(flag).open("a") as calls:

@@ -77,6 +77,18 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(task: dict[str, P
     assert learned(folder) == learned(whole)
 
 
+def test_with_extra_prompts_nobody_waits_for_the_slowest_and_its_claim_ends_once(task: dict[str, Path], tmp_path: Path) -> None:
+    slow = ('reward.functions=[{name="tests.run.runs:never_for_claim_2"}]', "reward.timeout_s=3600", "rollout.timeout_s=3600")
+    rl.run(rl_recipe(task, tmp_path / "run", "run.steps=3", "rollout.extra_prompts=1", "rollout.max_attempts=2", "checkpoint.every=3", *slow))
+    steps = [r for r in records(tmp_path / "run") if "reward/mean" in r]
+    assert [r["groups/trained"] for r in steps] == [4, 4, 4]
+    assert sum(r["groups/exhausted"] for r in steps) == 1, "claim 2 was aborted in both its attempts"
+    assert max(r["staleness/max"] for r in steps) == 0
+    claims = read_manifest(CheckpointStore(tmp_path / "run" / "checkpoints").latest())["extra"]["producer"]["claims"]
+    assert claims["ended"] == {"trained": 12, "filtered": 0, "exhausted": 1}
+    assert claims["next"] == 13 + len(claims["open"])
+
+
 def test_an_engine_killed_in_the_middle_of_a_rollout_changes_nothing(task: dict[str, Path], whole: Path, tmp_path: Path) -> None:
     """Its groups are generated again by a fresh engine that first took the current weights; with exact operators the run ends with the same bits."""
     reward = f'reward.functions=[{{name="tests.run.runs:kills_its_engine_once", args={{flag="{tmp_path / "flag"}"}}}}]'
