@@ -273,7 +273,7 @@ def _build(
 ) -> RLRun:
     rollout = config.rollout
     specs = [
-        RolloutSpec(model=config.model, rollout=rollout, reward=config.reward, log_folder=str(folder / "logs"), name=f"engine-{i}", lora=config.lora)
+        RolloutSpec(model=config.model, rollout=rollout, reward=config.reward, log_folder=str(folder / "logs"), name=f"engine-{i}", lora=config.served_lora)
         for i in range(rollout.engines)
     ]
     fleet = Fleet(specs, places.of("engine"))

@@ -66,7 +66,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
         critic = count if recipe.critic.path is None else footprint.parameters(Path(recipe.critic.path))
         terms |= footprint.critic_terms(critic, recipe.trainer, whole=recipe.critic.path is not None)
     terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
-    sent = count if adapters is None else adapters
+    sent = count if adapters is None or recipe.served_lora is None else adapters
     terms |= footprint.transport_terms(recipe.model, recipe.weight_sync.transport, sent)
     terms |= footprint.batch_terms(recipe.rollout, recipe.trainer, recipe.run.max_staleness)
     shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count, sent)

@@ -84,6 +84,11 @@ class RLRecipe(Section):
         """Whether anything is learned from rewards."""
         return self.distillation is None or self.distillation.policy_weight > 0
 
+    @property
+    def served_lora(self) -> LoraConfig | None:
+        """The adapters that engines hold beside their weights, if they do."""
+        return self.lora if self.lora is not None and self.lora.served == "apart" else None
+
     @model_validator(mode="after")
     def _arithmetic(self) -> RLRecipe:
         prompts, group, updates = self.rollout.prompts_per_step, self.rollout.samples_per_prompt, self.trainer.optimizer_steps_per_batch
@@ -132,8 +137,12 @@ class RLRecipe(Section):
                 "weight_sync.transport = 'p2p' sends the rows that fsdp's ranks have, with trainer.replicas = 1 and trainer.tensor_parallel = 1 alone: "
                 "use 'tensor' or 'broadcast'"
             )
-        if self.lora is not None and self.rollout.engine == "sglang":
-            _served_by_sglang(self.lora, self.model)
+        if self.served_lora is not None and self.rollout.engine == "sglang":
+            _served_by_sglang(self.served_lora, self.model)
+        if self.lora is not None and self.lora.served == "merged":
+            for wanted, what in ((self.weight_sync.transport == "p2p", "weight_sync.transport = 'p2p'"), (self.model.true_on_policy, "model.true_on_policy")):
+                if wanted:
+                    raise ValueError(f"lora.served = 'merged' does not go with {what}: use 'apart'")
         return self
 
     @model_validator(mode="after")

@@ -120,13 +120,14 @@ def _trainer(recipe: RLRecipe) -> tuple[list[TensorSpec], list[list[Slice]], dic
             from miles.core.model.lora import add_adapters
 
             add_adapters(model, recipe.lora, seed=0)
-    exporter = Exporter(model, dtype, 0) if recipe.lora is None else AdapterExporter(model, recipe.lora, dtype, 0)
+    served = recipe.served_lora
+    exporter = Exporter(model, dtype, 0) if served is None else AdapterExporter(model, served, dtype, 0)
     return exporter.specs(), [exporter.planned(ranks, rank) for rank in range(ranks)], exporter.places()
 
 
 def _engine(recipe: RLRecipe, specs: Sequence[TensorSpec], places: dict[str, tuple[str, Block]]) -> list[dict[str, tuple[str, Block]]]:
     """By engine rank: the engine's tensor and the block in it, by the checkpoint's name."""
-    if recipe.rollout.engine == "torch" or recipe.lora is not None:
+    if recipe.rollout.engine == "torch" or recipe.served_lora is not None:
         return [places]
     from rollout.engines.sglang_layout import rank_parameters
 

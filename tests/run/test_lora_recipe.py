@@ -38,6 +38,12 @@ def test_adapters_that_sglang_cannot_serve(override: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_merged_adapters_go_into_any_engine_but_not_by_slices() -> None:
+    assert load(RLRecipe, LORA, ["rollout.engine=sglang", "lora.served=merged", "lora.dora=true"]).config.served_lora is None
+    with pytest.raises(ConfigError, match=r"lora.served = 'merged' does not go with weight_sync.transport = 'p2p'"):
+        load(RLRecipe, LORA, ["lora.served=merged", "weight_sync.transport=p2p"])
+
+
 def test_dropout_is_no_option() -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'lora\.dropout'"):
         load(RLRecipe, LORA, ["lora.dropout=0.1"])

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
@@ -140,6 +142,22 @@ def test_the_exported_model_and_adapter_are_what_peft_makes_of_them(model: Path,
         torch.testing.assert_close(tensor, by_peft[name], rtol=1e-6, atol=1e-6)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+def sent_merged(rank: int, world: int, path: Path, folder: Path, lora: dict[str, Any]) -> dict[str, NDArray[Any]]:
+    backend = make_backend(path, rank=rank, world=world, lora=lora | {"served": "merged"})
+    stir(backend, rank)
+    backend.export(folder / "merged")
+    return {name: tensor.numpy().copy() for name, tensor in backend.weight_tensors([spec.name for spec in backend.weight_specs()])}
+
+
+@pytest.mark.parametrize("lora", [LORA, LORA | {"dora": True}], ids=["lora", "dora"])
+def test_what_is_sent_merged_is_what_is_exported_bit_for_bit(model: Path, two: Pool, tmp_path: Path, lora: dict[str, Any]) -> None:
+    """Which is what peft makes of it, see above."""
+    sent = two.run(sent_merged, model, tmp_path, lora)[0]
+    stored = load_file(tmp_path / "merged" / "model.safetensors")
+    assert sent.keys() == stored.keys()
+    assert all(np.array_equal(sent[name], tensor.numpy()) for name, tensor in stored.items())
 
 
 def test_exact_operators_take_adapters_too(model: Path) -> None:

@@ -175,6 +175,9 @@ class FSDPBackend:
         dtype = compute_dtype_of(model, master_dtype)
         self._exporter = Exporter(self.model, dtype, rank, rewards, lora)
         self._adapters = None if lora is None else AdapterExporter(self.model, lora, dtype, rank)
+        self._sent: Exporter | AdapterExporter = self._exporter
+        if self._adapters is not None and lora is not None and lora.served == "apart":
+            self._sent = self._adapters
         self._writer = CheckpointWriter(rank, world)
         self._choices: dict[Row, Planned] = {}
         self.version = 0
@@ -317,17 +320,17 @@ class FSDPBackend:
         return float(total) / max(count(samples, self._max_new_tokens).tokens, 1)
 
     def weight_specs(self) -> Sequence[TensorSpec]:
-        """The adapters alone where there are such: the engines have the base."""
-        return (self._adapters or self._exporter).specs()
+        """The adapters alone where engines have the base beside them."""
+        return self._sent.specs()
 
     def weight_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        return (self._adapters or self._exporter).tensors(names)
+        return self._sent.tensors(names)
 
     def weight_slices(self) -> Sequence[Slice]:
-        return (self._adapters or self._exporter).mine.slices()
+        return self._sent.mine.slices()
 
     def weight_slice(self, piece: Slice) -> Tensor:
-        return (self._adapters or self._exporter).mine.tensor(piece)
+        return self._sent.mine.tensor(piece)
 
     def export(self, folder: Path) -> None:
         self._exporter.write(self._config, Path(folder))

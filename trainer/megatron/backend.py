@@ -235,19 +235,19 @@ class MegatronBackend:
         return [part.tolist() for part in scores_N.split([s.response_length for s in samples])]
 
     def weight_specs(self) -> Sequence[TensorSpec]:
-        return (self._adapters or self._exporter).specs()
+        return (self._apart or self._exporter).specs()
 
     def weight_tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        return (self._adapters or self._exporter).tensors(names)
+        return self._merged(names) if self._apart is None else self._apart.tensors(names)
 
     def weight_slices(self) -> Sequence[Slice]:
-        return (self._adapters or self._exporter).slices()
+        return (self._apart or self._exporter).slices()
 
     def weight_slice(self, piece: Slice) -> Tensor:
-        return (self._adapters or self._exporter).slice(piece)
+        return (self._apart or self._exporter).slice(piece)
 
     def export(self, folder: Path) -> None:
-        tensors = self._merged()
+        tensors = self._merged([spec.name for spec in self._exporter.specs()])
         if self.rank == 0:
             config = self._hf_config
             if self.architecture.values:
@@ -269,9 +269,13 @@ class MegatronBackend:
                 write_adapter(partial_folder, tensors, self._lora, targets, self._config.path)
         dist.barrier(self.mesh.everyone)
 
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole model on rank 0, adapters in it, one tensor at a time. Collective."""
-        names = [spec.name for spec in self._exporter.specs()]
+    @property
+    def _apart(self) -> Exporter | None:
+        """The adapters, where engines get them beside the weights that they have."""
+        return self._adapters if self._lora is not None and self._lora.served == "apart" else None
+
+    def _merged(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """These tensors of the model on rank 0, adapters in them, one at a time. Collective."""
         adapted = {} if self._adapters is None else {spec.name for spec in self._adapters.specs()}
         for name, tensor in self._exporter.tensors(names):
             stem = f"base_model.model.{name.removesuffix('.weight')}"

@@ -30,6 +30,11 @@ class LoraConfig(Section):
     targets: list[str] = Field([], description='last parts of names of linear layers, such as ["q_proj", "v_proj"]; empty: every one but the output head')
     rslora: bool = Field(False, description="scale by alpha / sqrt(rank), which suits large ranks (rsLoRA)")
     dora: bool = Field(False, description="the length of each row of a weight is learned beside the adapter, which turns it (DoRA)")
+    served: Literal["apart", "merged"] = Field(
+        "apart",
+        description="what engines get. apart: the adapters alone, beside the weights they have; merged: whole weights with the adapters in them, which are "
+        "more bytes, in bfloat16 rounded once more, and go into any engine",
+    )
 
     @property
     def scaling(self) -> float:
