@@ -99,6 +99,9 @@ class EvaluateConfig(SamplingConfig):
     data: PromptDataConfig = Field(default_factory=PromptDataConfig)
     every: int = Field(0, ge=0, description="steps between evaluations; 0: never during the run")
     at_start: bool = Field(True, description="also before the first step (where every > 0)")
+    engines: int = Field(
+        0, ge=0, description="engines of its own, which evaluate while training goes on; 0: those that roll out, and training waits until they are done"
+    )
     samples_per_prompt: int = Field(1, ge=1, description="samples n for pass@k")
     k: list[int] = Field(default_factory=lambda: [1], description="the k of pass@k: powers of two up to 256, each at most samples_per_prompt")
     greedy: bool = Field(False, description="also one greedy answer per prompt")

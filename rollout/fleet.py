@@ -67,6 +67,11 @@ class Fleet:
             member.ready = True
 
     @property
+    def size(self) -> int:
+        """Places, whether their engines are up or not."""
+        return len(self._members)
+
+    @property
     def engine_ids(self) -> list[int]:
         """Places whose engine is up and holds the current weights."""
         return [index for index, member in enumerate(self._members) if member.ready]

@@ -19,8 +19,9 @@ from miles.core.model.load import end_tokens, prompt_room, tokenizer_of
 from miles.data.prompts import PromptDataset, PromptStream
 from miles.run.clock import Clock
 from miles.run.cluster import Places, cluster
-from miles.run.demands import engine_demands, teacher_demands, trainer_demands
+from miles.run.demands import EVALUATION, rl_demands
 from miles.run.evaluate import Evaluation, Evaluator, sampling_params
+from miles.run.evaluation_fleet import BothFleets, EvaluationFleet
 from miles.run.folder import held
 from miles.run.live import Live
 from miles.run.prefix_overlap import PrefixOverlap
@@ -66,12 +67,14 @@ class RLRun:
     resume: bool
     teaching: Teaching | None = None
     overlap: PrefixOverlap | None = None
+    apart: EvaluationFleet | None = None
     version: int = 0
     steps: int = 0
 
     async def start(self) -> None:
         """Bring trainer and engines up side by side; on resume, restore the last checkpoint and bring the engines to its version."""
-        await asyncio.gather(self.trainer.start(), self.fleet.start(), *([self.teaching.start()] if self.teaching is not None else []))
+        more = [*([self.teaching.start()] if self.teaching is not None else []), *([self.apart.fleet.start()] if self.apart is not None else [])]
+        await asyncio.gather(self.trainer.start(), self.fleet.start(), *more)
         if not self.resume:
             return
         latest = self.checkpoints.latest()
@@ -81,7 +84,7 @@ class RLRun:
             self.producer.load_state_dict(state["producer"])
         self.sync.rewind(self.version)
         for engine_id in self.fleet.engine_ids:
-            if (why := await self._catch_up(engine_id)) is not None:
+            if (why := await self.catch_up(engine_id)) is not None:
                 self.fleet.mark_dead(engine_id, why)
 
     async def take(self, clock: Clock) -> Taken:
@@ -142,14 +145,14 @@ class RLRun:
     async def _revive(self, engine_id: int) -> None:
         for _ in range(REVIVE_ATTEMPTS):
             await self.fleet.replace(engine_id)
-            why = await self._catch_up(engine_id)
+            why = await self.catch_up(engine_id)
             if why is None:
                 self.fleet.admit(engine_id)
                 return
             logger.warning("engine %d died while it took up version %d: %s", engine_id, self.version, why)
         raise RuntimeError(f"engine {engine_id} died {REVIVE_ATTEMPTS} times in a row while it took up version {self.version}, the last time by: {why}")
 
-    async def _catch_up(self, engine_id: int) -> str | None:
+    async def catch_up(self, engine_id: int) -> str | None:
         """Bring a fresh engine to the current version. None: it serves that; else what it died of."""
         if self.version == 0:
             return None  # it holds version 0 already
@@ -170,9 +173,12 @@ class RLRun:
         if self.evaluator is None or not config.every:
             return None
         due = config.at_start if at_start else self.version % config.every == 0 or self.version == self.steps
-        if not due:
+        if self.apart is not None:
+            evaluation = await self.apart.begin(self.version) if due else self.apart.finished(self.version)
+        else:
+            evaluation = await self.evaluator.run(self.fleet, self.heal) if due else None
+        if evaluation is None:
             return None
-        evaluation = await self.evaluator.run(self.fleet, self.heal)
         if self.recipe.distillation is not None:
             groups = evaluation.groups if self.teaching is None else await self.teaching.teach(evaluation.groups)
             evaluation.metrics["eval/distill_kl"] = await self.trainer.divergence([s for g in groups for s in g.trainable])
@@ -209,6 +215,9 @@ class RLRun:
         await self.checkpoint()
         if self.overlap is not None:
             await self.overlap.draw_memory(self.folder)
+        if self.apart is not None and (evaluation := await self.apart.end(self.version)) is not None:
+            self.tracker.log(self.version, evaluation.metrics)
+            self.live.update(self.version, evaluation.metrics)
         await self.trainer.wait_saved()
         if self.recipe.checkpoint.export:
             await self.trainer.export(self.folder / "model")
@@ -220,6 +229,8 @@ class RLRun:
         async with AsyncExitStack() as parts:  # the last in is closed first
             parts.push_async_callback(self.trainer.close)
             parts.push_async_callback(self.fleet.close)
+            if self.apart is not None:
+                parts.push_async_callback(self.apart.close)
             if self.teaching is not None:
                 parts.push_async_callback(self.teaching.close)
             parts.push_async_callback(self.sync.close)
@@ -248,11 +259,10 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed, rewarded=rewarded) if config.evaluate.every else None
     stop_ids = end_tokens(config.model, tokenizer, config.rollout.stop)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
-    demands = trainer_demands(config.trainer) + engine_demands(config.rollout) + teacher_demands(config.teacher_engines)
     with ExitStack() as parts:
         parts.enter_context(held(config.run))
         begin = first_step(config, checkpoints, stream.fingerprint) if resume else None
-        places = parts.enter_context(cluster(config.cluster, demands, one_node=config.weight_sync.transport == "tensor"))
+        places = parts.enter_context(cluster(config.cluster, rl_demands(config), one_node=config.weight_sync.transport == "tensor"))
         tracker = parts.enter_context(Tracker(config.tracking, folder, config.model_dump(mode="json"), begin))
         live = parts.enter_context(Live("rl" if config.distillation is None else "distill", config.run.steps))
         yield _build(config, folder, places, tracker, live, stream, evaluator, stop_ids, checkpoints, tokenizer, resume)
@@ -272,11 +282,17 @@ def _build(
     resume: bool,
 ) -> RLRun:
     rollout = config.rollout
-    specs = [
-        RolloutSpec(model=config.model, rollout=rollout, reward=config.reward, log_folder=str(folder / "logs"), name=f"engine-{i}", lora=config.served_lora)
-        for i in range(rollout.engines)
-    ]
-    fleet = Fleet(specs, places.of("engine"))
+
+    def engines(role: str, name: str, count: int) -> Fleet:
+        logs = str(folder / "logs")
+        specs = [
+            RolloutSpec(model=config.model, rollout=rollout, reward=config.reward, log_folder=logs, name=f"{name}-{i}", lora=config.served_lora)
+            for i in range(count)
+        ]
+        return Fleet(specs, places.of(role))
+
+    fleet = engines("engine", "engine", rollout.engines)
+    others = engines(EVALUATION, "evaluation", config.evaluate.engines) if config.evaluate.engines else None
     trainer = TrainerGroup(
         model=config.model,
         trainer=config.trainer_section,
@@ -296,7 +312,7 @@ def _build(
         config.weight_sync,
         folder / "weight_sync.jsonl",
         trainer,
-        fleet,
+        BothFleets(fleet, others, rollout.engines),
         address=places.address("trainer rank"),
         backend="nccl" if config.trainer.gpus_per_rank and rollout.gpus_per_engine else "gloo",
     )
@@ -338,6 +354,9 @@ def _build(
         teaching=teaching_of(config, tokenizer, places, folder),
         steps=config.run.steps,
     )
+    if others is not None:
+        assert evaluator is not None, "the recipe is checked for evaluate.every"
+        run.apart = EvaluationFleet(evaluator, others, rollout.engines, run.catch_up)
     if config.run.prefix_overlap:
         run.overlap = PrefixOverlap(trainer, producer, rollout.samples_per_prompt, lambda: run.version)
         producer.submitted = run.overlap.submitted

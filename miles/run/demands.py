@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from miles.run.recipe import RLRecipe
 from rollout.config import RolloutConfig, TeacherEngineConfig
 from trainer.config import TrainerConfig
 
 TEACHER = "teacher engine"
+EVALUATION = "evaluation engine"
 
 Kind = Literal["CPU", "GPU"]
 
@@ -40,6 +42,13 @@ def engine_demands(config: RolloutConfig) -> list[Demand]:
 
 def teacher_demands(config: TeacherEngineConfig | None) -> list[Demand]:
     return [] if config is None else [Demand(TEACHER, config.threads, config.gpus_per_engine)] * config.engines
+
+
+def rl_demands(recipe: RLRecipe) -> list[Demand]:
+    """Of a whole run. Engines that evaluate only are like those that roll out."""
+    rollout = recipe.rollout
+    apart = [Demand(EVALUATION, rollout.threads, rollout.gpus_per_engine)] * recipe.evaluate.engines
+    return trainer_demands(recipe.trainer) + engine_demands(rollout) + apart + teacher_demands(recipe.teacher_engines)
 
 
 def total(demands: Sequence[Demand], kind: Kind) -> float:

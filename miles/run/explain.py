@@ -7,7 +7,7 @@ from pathlib import Path
 
 from miles.config import ConfigError, Section, load, read_recipe
 from miles.run import preflight
-from miles.run.demands import engine_demands, sum_text, teacher_demands, total, trainer_demands
+from miles.run.demands import rl_demands, sum_text, total, trainer_demands
 from miles.run.recipe import DistillRecipe, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, SupervisedRecipe, lora_of
 from miles.tracking.redact import redact
 
@@ -75,7 +75,7 @@ def _rl_arithmetic(recipe: RLRecipe) -> Iterator[str]:
         yield f"overlap: while the engines answer, each rank computes up to {room} tokens of their prompts, half of trainer.max_tokens_per_microbatch"
     if recipe.critic is not None:
         yield f"critic: as many optimizer steps of its own; in the first {recipe.critic.head_start} of {recipe.run.steps} steps it learns alone"
-    demands = trainer_demands(recipe.trainer) + engine_demands(recipe.rollout) + teacher_demands(recipe.teacher_engines)
+    demands = rl_demands(recipe)
     yield f"CPUs: {sum_text(demands)} = {total(demands, 'CPU'):g}"
     ahead = {0: "synchronous", 1: "one step off"}.get(recipe.run.max_staleness, f"up to {recipe.run.max_staleness} batches ahead")
     yield f"staleness: at most {recipe.run.max_staleness} weight versions ({ahead})"

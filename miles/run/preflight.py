@@ -13,7 +13,7 @@ from typing import TypeVar
 from miles.config import ConfigError, Resolved, nearest
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.run import folder, footprint, machine
-from miles.run.demands import Demand, engine_demands, sum_text, teacher_demands, total, trainer_demands
+from miles.run.demands import Demand, engine_demands, rl_demands, sum_text, total, trainer_demands
 from miles.run.machine import MIB
 from miles.run.recipe import ClusterConfig, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, lora_of
 from miles.tracking.config import TrackingConfig
@@ -65,13 +65,13 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     if recipe.critic is not None:
         critic = count if recipe.critic.path is None else footprint.parameters(Path(recipe.critic.path))
         terms |= footprint.critic_terms(critic, recipe.trainer, whole=recipe.critic.path is not None)
-    terms |= footprint.engine_terms(recipe.model, recipe.rollout, count)
+    engines = recipe.rollout.model_copy(update={"engines": recipe.rollout.engines + recipe.evaluate.engines})
+    terms |= footprint.engine_terms(recipe.model, engines, count)
     sent = count if adapters is None or recipe.served_lora is None else adapters
     terms |= footprint.transport_terms(recipe.model, recipe.weight_sync.transport, sent)
     terms |= footprint.batch_terms(recipe.rollout, recipe.trainer, recipe.run.max_staleness)
     shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count, sent)
-    demands = trainer_demands(recipe.trainer) + engine_demands(recipe.rollout) + teacher_demands(teachers)
-    _check_cluster(recipe.cluster, demands, terms, shared)
+    _check_cluster(recipe.cluster, rl_demands(recipe), terms, shared)
 
 
 def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:

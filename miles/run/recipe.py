@@ -119,6 +119,9 @@ class RLRecipe(Section):
             raise ValueError("rollout.samples_per_prompt = 1 with algorithm.dynamic_sampling: all rewards of a group of one are equal, so each is dropped")
         if self.rollout.engine == "torch" and self.rollout.gpus_per_engine:
             raise ValueError(f"rollout.gpus_per_engine = {self.rollout.gpus_per_engine:g} with rollout.engine = 'torch', which runs on CPU: use 'sglang'")
+        if self.evaluate.engines and (not self.evaluate.every or self.distillation is not None):
+            why = "with a teacher, to whom the trainer compares each answer" if self.evaluate.every else "without evaluate.every: they have nothing to do"
+            raise ValueError(f"evaluate.engines = {self.evaluate.engines} {why}; set it to 0")
         extra = self.rollout.extra_prompts
         if extra and (self.run.max_staleness or self.run.prefix_overlap):
             other = f"run.max_staleness = {self.run.max_staleness}" if self.run.max_staleness else "run.prefix_overlap"
@@ -305,3 +308,9 @@ class EvaluateRecipe(Section):
     reward: RewardConfig = RewardConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _engines_that_roll_out(self) -> EvaluateRecipe:
+        if self.evaluate.engines:
+            raise ValueError(f"evaluate.engines = {self.evaluate.engines} is for evaluation while a run trains: set rollout.engines here")
+        return self

@@ -93,6 +93,7 @@ METRICS: dict[str, str] = {
     "eval/preference_accuracy": "share of held-out pairs whose chosen answer has the higher reward",
     "eval/preference_margin": "mean reward of held-out chosen answers less that of rejected ones",
     "eval/preference_loss": "the objective's loss on held-out pairs",
+    "eval/late": "steps that training had gone on when an evaluation on engines of its own was finished (evaluate.engines)",
     "eval/version": "the one weight version that all of the evaluation used",
 }
 

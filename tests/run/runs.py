@@ -81,6 +81,14 @@ async def never_for_claim_2(sample: Any, *, prompt: Any, text: str) -> float:
     return share_of_a(sample, prompt=prompt, text=text)
 
 
+def kills_who_evaluates_version_2(sample: Any, *, prompt: Any, text: str, flag: str) -> float:
+    """`share_of_a`, except that the first answer of an evaluation at version 2 kills its actor, whose child this reward worker is."""
+    if sample.group_id.startswith("-") and sample.weight_versions.max() == 2 and not Path(flag).exists():
+        Path(flag).touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+    return share_of_a(sample, prompt=prompt, text=text)
+
+
 def kills_its_engine_once(sample: Any, *, prompt: Any, text: str, flag: str) -> float:
     """`share_of_a`, except that the 40th call of all (in the third step of 16 samples) kills the rollout actor, whose child this reward worker is."""
     with Path(flag).open("a") as calls:

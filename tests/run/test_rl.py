@@ -89,6 +89,24 @@ def test_with_extra_prompts_nobody_waits_for_the_slowest_and_its_claim_ends_once
     assert claims["next"] == 13 + len(claims["open"])
 
 
+def test_engines_that_only_evaluate_change_nothing_and_one_that_is_killed_costs_its_evaluation_alone(task: dict[str, Path], tmp_path: Path) -> None:
+    """Against the same run whose engines evaluate between two steps: with exact operators, the same answers and the same weights."""
+    common = ("model.true_on_policy=true", "evaluate.every=2", f'evaluate.data.paths=["{task["test"]}"]', "evaluate.max_new_tokens=6", *KEPT, "cluster.cpus=3")
+    killing = f'reward.functions=[{{name="tests.run.runs:kills_who_evaluates_version_2", args={{flag="{tmp_path / "flag"}"}}}}]'
+    found = []
+    for engines, more in ((0, ()), (1, (killing,))):
+        folder = tmp_path / str(engines)
+        rl.run(rl_recipe(task, folder, *common, f"evaluate.engines={engines}", *more))
+        rows = [r for r in records(folder) if "eval/version" in r]
+        assert all(("eval/late" in r) == (engines == 1) for r in rows)
+        assert all(r.pop("eval/late", 0.0) == r["step"] - r["eval/version"] for r in rows)
+        found.append({r["eval/version"]: {name: value for name, value in r.items() if name.startswith("eval/")} for r in rows})
+    assert (tmp_path / "flag").exists()
+    assert list(found[0]) == [0, 2, 4]
+    assert found[1] == {version: found[0][version] for version in (0, 4)}
+    assert weights(tmp_path / "1") == weights(tmp_path / "0")
+
+
 def test_an_engine_killed_in_the_middle_of_a_rollout_changes_nothing(task: dict[str, Path], whole: Path, tmp_path: Path) -> None:
     """Its groups are generated again by a fresh engine that first took the current weights; with exact operators the run ends with the same bits."""
     reward = f'reward.functions=[{{name="tests.run.runs:kills_its_engine_once", args={{flag="{tmp_path / "flag"}"}}}}]'
