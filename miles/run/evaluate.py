@@ -26,6 +26,7 @@ from rollout.actor import GroupResult, GroupTask, RolloutSpec
 from rollout.config import EvaluateConfig, SamplingConfig
 from rollout.engines.contracts import SamplingParams
 from rollout.fleet import Fleet
+from rollout.rewards.steps import StepCutter
 
 EVALUATION_TIMEOUT_S = 3600.0
 ATTEMPTS = 3
@@ -137,6 +138,8 @@ def run(recipe: Resolved[EvaluateRecipe]) -> Evaluation:
     config = recipe.config
     check_evaluate(recipe)
     folder = Path(config.run.folder)
+    if config.reward.steps:
+        StepCutter(config.reward.steps, tokenizer_of(config.model))
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed)
     with held(config.run), cluster(config.cluster, engine_demands(config.rollout), one_node=False) as places:
         specs = [

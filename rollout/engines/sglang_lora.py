@@ -90,7 +90,7 @@ class SGLangAdapters(SGLangWeights):
         self._end_session()
 
     def restore(self) -> None:
-        super().reload_base()
+        self.reload_base()
         self.reload()
 
     def _load(self, bucket: Bucket, file: SharedMemory) -> None:

@@ -48,8 +48,7 @@ from trainer.rows.share import MicroBatch, share
 from trainer.split_forward import hilore
 from trainer.split_forward.activations import Activations
 from trainer.split_forward.hilore import HiLoRe, Planned
-from trainer.split_forward.residency import can_plan, local_bytes, residency_of
-from trainer.split_forward.saved import saved_bytes_of
+from trainer.split_forward.residency import can_plan, local_bytes
 from trainer.split_forward.share import PromptSharing
 from weight_sync.contracts import TensorSpec
 from weight_sync.slices import Slice
@@ -190,32 +189,14 @@ class FSDPBackend:
         self._early.prefill(prompts, open_claims)
 
     def residency(self, budget: int | None) -> Residency | None:
-        early = self._early
-        if early is None or early.met is None or self._activations is not None or not can_plan(self.model):
+        if self._early is None or self._activations is not None or not can_plan(self.model):
             return None
         if self.device.type == "cuda":
             budget = torch.cuda.mem_get_info(self.device)[1]
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        reference = None if self._reference is None else self._reference.model
-        constants = {"weights": local_bytes(list(self.model.parameters())), "AdamW": local_bytes(list(self._optimizer.tensors().values()))}
-        if reference is not None and reference is not self.model:
-            constants["reference's weights"] = local_bytes(list(reference.parameters()))
+        constants = {"AdamW": local_bytes(list(self._optimizer.tensors().values()))}
         if self._critic is not None:
             constants["critic"] = local_bytes([*self._critic.model.parameters(), *self._critic.optimizer.tensors().values()])
-        found = residency_of(
-            early.met.plan,
-            early.met.prompt_lengths,
-            self.model,
-            saved_bytes_of(self.model, self._chunk),
-            early=early.ran,
-            reference=reference,
-            constants=constants,
-            gradients=local_bytes(trained),
-            budget=budget,
-        )
-        reshard(self.model)
-        found.check()
-        return found
+        return self._early.residency(self._chunk, constants, budget)
 
     def step_rl(self, groups: Sequence[Group]) -> StepResult:
         """See `TrainerBackend`. Scores at a step's start are needed for later updates only: the first one's own are those."""

@@ -68,7 +68,7 @@ class Critic:
         return {f"critic.{name}": tensor for name, tensor in (weights | self.optimizer.tensors()).items()}
 
     def _values(self, row: Row) -> Tensor:
-        return packed_values(self.model, row.tokens_T, row.positions_T, row.sequence_T, row.scored_N - 1)
+        return packed_values(self.model, row.tokens_T, row.positions_T, row.sequence_T, row.scored_N - 1, row.first_T)
 
     def _loss(self, row: Row, total: int) -> LossOutput:
         return loss_of_values(row, self._values(row), total=total, clip=self._config.value_clip)

@@ -103,7 +103,7 @@ class Distiller(TaughtLoss):
             return torch.stack((policy[0], policy[1], divergence_N))
 
         where = row.tokens_T, row.positions_T, row.sequence_T
-        logprobs_N, entropy_N, divergence_N = through_head(self._student, *where, row.scored_N - 1, scored)
+        logprobs_N, entropy_N, divergence_N = through_head(self._student, *where, row.scored_N - 1, scored, row.first_T)
         return Compared(logprobs_N=logprobs_N, entropy_N=entropy_N if entropy_gradient else entropy_N.detach(), divergence_N=divergence_N)
 
     def _beside(self, row: Row, taught: TaughtRow | None, trained_M: Tensor) -> tuple[Measure, list[Tensor]]:
@@ -118,7 +118,7 @@ class Distiller(TaughtLoss):
             return lambda student_CV, ids_CK, told_CK: top_k_divergence(student_CV, ids_CK, told_CK, kind, beta), top
         with torch.no_grad():
             where = row.tokens_T, row.positions_T, row.sequence_T, row.scored_N[trained_M] - 1
-            teacher_ME = through_head(self._teacher, *where, lambda hidden_ME, _: hidden_ME.clone())
+            teacher_ME = through_head(self._teacher, *where, lambda hidden_ME, _: hidden_ME.clone(), row.first_T)
         reshard(self._teacher)
 
         def measure(student_CV: Tensor, teacher_CE: Tensor) -> Tensor:

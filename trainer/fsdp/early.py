@@ -7,6 +7,8 @@ from collections.abc import Sequence, Set
 import numpy as np
 import torch
 
+from miles.core.model.sharded import reshard
+from miles.core.planning.residency import Residency
 from miles.data.common import Tokens
 from miles.data.packing import pack
 from miles.data.types import Group
@@ -15,6 +17,8 @@ from trainer.fsdp.scoring import Scorer
 from trainer.rows.share import DUMMY, MicroBatch
 from trainer.split_forward.ahead import Ahead
 from trainer.split_forward.executor import Split, SplitPass
+from trainer.split_forward.residency import local_bytes, residency_of
+from trainer.split_forward.saved import saved_bytes_of
 from trainer.split_forward.share import PromptSharing
 
 
@@ -97,6 +101,36 @@ class EarlyPrefills:
             places = tuple(place_of[slot] for slot in split.plan.passes[number].samples)
             packed = pack([samples[i] for i in places] or [DUMMY])
             micros.append(MicroBatch(packed=packed, indices=places, split=SplitPass(split=split, number=number, first=not micros)))
+
+    def residency(self, chunk: int, constants: dict[str, int], budget: int | None) -> Residency | None:
+        """What this rank holds and when, of the batch that was met last; None before there was one. Collective.
+
+        Args:
+            chunk: as in `Scorer`. constants: bytes by name that are there all the time, beside the weights. budget: bytes, if there is one.
+        Raises:
+            ValueError: more than the budget is needed.
+        """
+        if self.met is None:
+            return None
+        model, parameters = self._policy.model, list(self._policy.model.parameters())
+        reference = None if self._reference is None or self._reference.model is model else self._reference.model
+        whose = {"weights": local_bytes(parameters)}
+        if reference is not None:
+            whose["reference's weights"] = local_bytes(list(reference.parameters()))
+        found = residency_of(
+            self.met.plan,
+            self.met.prompt_lengths,
+            model,
+            saved_bytes_of(model, chunk),
+            early=self.ran,
+            reference=None if self._reference is None else self._reference.model,
+            constants=whose | constants,
+            gradients=local_bytes([p for p in parameters if p.requires_grad]),
+            budget=budget,
+        )
+        reshard(model)
+        found.check()
+        return found
 
     def clear(self) -> None:
         """Let go of everything."""

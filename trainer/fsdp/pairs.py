@@ -51,6 +51,6 @@ class PairLoss:
     def __call__(self, row: Row, total: int) -> LossOutput:
         """The row's share of the step's mean over `total` pairs."""
         if isinstance(self.config, RewardModelConfig):
-            rewards_S = packed_rewards(self.model, row.tokens_T, row.positions_T, row.sequence_T)
+            rewards_S = packed_rewards(self.model, row.tokens_T, row.positions_T, row.sequence_T, row.first_T)
             return loss_of_rewards(row, rewards_S, config=self.config, total=total)
         return self.policy.loss(row, partial(loss_of_answers, config=self.config, total=total, kl=self.kl), 1.0, together=2)

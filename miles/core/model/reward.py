@@ -38,15 +38,15 @@ def put_head(model: PreTrainedModel, weight_1D: Tensor) -> None:
     model.set_output_embeddings(head)
 
 
-def packed_rewards(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor) -> Tensor:
+def packed_rewards(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor, first_T: Tensor | None = None) -> Tensor:
     """The reward of each sequence [S], float32 (float64 stays float64), with its graph. Arguments as in `packed.packed_logprobs`."""
     last_S = torch.unique_consecutive(sequence_T, return_counts=True)[1].cumsum(0) - 1
-    return packed_values(model, tokens_T, positions_T, sequence_T, last_S)
+    return packed_values(model, tokens_T, positions_T, sequence_T, last_S, first_T)
 
 
-def packed_values(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor, place_N: Tensor) -> Tensor:
+def packed_values(model: PreTrainedModel, tokens_T: Tensor, positions_T: Tensor, sequence_T: Tensor, place_N: Tensor, first_T: Tensor | None = None) -> Tensor:
     """What the head of one row says after the tokens at `place_N` (int64, may be empty), [N]; else as `packed_rewards`."""
-    return through_head(model, tokens_T, positions_T, sequence_T, place_N, _reward)
+    return through_head(model, tokens_T, positions_T, sequence_T, place_N, _reward, first_T)
 
 
 def reward_shell(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
