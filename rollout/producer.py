@@ -25,7 +25,8 @@ from miles.data.prompts import PromptStream
 from miles.data.types import Group
 from rollout.actor import GroupResult, GroupTask
 from rollout.buffer import Buffer
-from rollout.claims import Claims, Outcome
+from rollout.claim_table import Outcome
+from rollout.claims import Claims
 from rollout.engines.contracts import SamplingParams
 from rollout.filters import diagnosis, teaches_nothing
 from rollout.fleet import Fleet

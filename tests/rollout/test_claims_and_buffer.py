@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from miles.data.types import Group, Sample
 from rollout.buffer import Buffer
-from rollout.claims import Claims, Outcome
+from rollout.claim_table import Outcome
+from rollout.claims import Claims
 from tests.rollout.groups_for_tests import group, prompt
 
 

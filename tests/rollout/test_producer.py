@@ -15,7 +15,8 @@ from miles.data.prompts import PromptDataset, PromptReport, PromptStream
 from miles.data.types import Prompt
 from rollout.actor import GroupResult, GroupTask
 from rollout.buffer import Buffer
-from rollout.claims import Claims, Outcome
+from rollout.claim_table import Outcome
+from rollout.claims import Claims
 from rollout.engines.contracts import SamplingParams
 from rollout.producer import Producer
 from tests.rollout.groups_for_tests import group
