@@ -29,7 +29,7 @@ usage: miles COMMAND ...
   miles evaluate RECIPE.toml [key=value ...]             pass@k of a model on prompts with rewards
   miles config RECIPE.toml [key=value ...]               every value, where it comes from, and the batch arithmetic; starts nothing
   miles weights RECIPE.toml [key=value ...]              every tensor, the trainer ranks that hold it, and its place in the engines; starts nothing
-  miles convert --to FORMAT SOURCE TARGET                weights between Hugging Face safetensors and Megatron shards
+  miles convert --to FORMAT SOURCE TARGET                weights between Hugging Face models, Megatron shards and checkpoints
   miles report RUN                                       one HTML page and a picture of a run folder
   miles doctor                                           is this machine ready? each item is ok, or says what to do
 
@@ -53,7 +53,9 @@ has no tokenizer, so say which model the run began from; it holds float32 master
 
   miles convert --to huggingface RUN/checkpoints/step_00000100 models/tuned --model models/qwen3-8b --dtype bfloat16
 
-It needs no GPU, no ranks and no Megatron-Core. One file of weights is in memory at a time. TARGET appears when it is complete; what an
+So does one of a run with trainer.backend = 'fsdp', and --model is the model directory that it began from; the whole model is in memory then.
+
+It needs no GPU, no ranks and no Megatron-Core. Of Megatron's formats one file of weights is in memory at a time. TARGET appears when it is complete; what an
 interrupted conversion leaves is called TARGET.partial, and nothing reads it. For models of type llama, qwen2, qwen3,
 qwen3_moe and deepseek_v3.
 """
@@ -209,8 +211,8 @@ def _report(arguments: list[str]) -> int:
 
 
 def _convert(arguments: list[str]) -> int:
-    parser = _parser("convert", "Weights between Hugging Face safetensors and Megatron-Core's dist_checkpointing.", CONVERT)
-    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face model directory, or a Megatron checkpoint")
+    parser = _parser("convert", "Weights between Hugging Face models, Megatron-Core's dist_checkpointing and checkpoints of runs.", CONVERT)
+    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face model directory, a Megatron checkpoint, or a checkpoint of a run")
     parser.add_argument("target", metavar="TARGET", help="the directory to make; it must not be there yet")
     parser.add_argument("--to", choices=["megatron", "huggingface"], required=True, help="the format of TARGET")
     parser.add_argument(

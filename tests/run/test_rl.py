@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import ray
 
+from miles.config import ConfigError
 from miles.core.checkpoint.store import CheckpointStore, read_manifest
-from miles.run import rl, sft
+from miles.run import convert, rl, sft
 from tests.run.runs import learned, make_task, records, rl_overrides, rl_recipe, sft_recipe, weights
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -51,6 +52,14 @@ def test_true_on_policy_is_exactly_zero_at_every_step(whole: Path) -> None:
 def test_the_policy_learns(whole: Path) -> None:
     rewards = [r["reward/mean"] for r in records(whole)]
     assert rewards[-1] > rewards[0]
+
+
+def test_a_checkpoint_becomes_the_model_that_the_run_exported(task: dict[str, Path], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert.run(str(whole / "checkpoints" / "step_00000004"), str(tmp_path / "model"), to="huggingface", model=str(task["model"]), dtype=None, file_gib=1)
+    assert weights(tmp_path) == weights(whole)
+    assert "version 4 of the run" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--model is missing"):
+        convert.run(str(whole / "checkpoints" / "step_00000004"), str(tmp_path / "other"), to="huggingface", model=None, dtype=None, file_gib=1)
 
 
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(task: dict[str, Path], whole: Path, tmp_path: Path) -> None:
