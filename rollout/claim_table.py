@@ -224,6 +224,6 @@ class ClaimTable:
         return cursor.rowcount == 1
 
 
-def host_table(path: Path | str, *, lease_s: float, max_attempts: int | None = None) -> Any:
+def host_table(path: Path | str, *, lease_s: float, max_attempts: int | None = None, kind: type[ClaimTable] = ClaimTable) -> Any:
     """A Ray actor that keeps the table in `path`. Ray starts it again when its process dies, and calls that it had not answered are made again."""
-    return ray.remote(ClaimTable).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(path, lease_s=lease_s, max_attempts=max_attempts)
+    return ray.remote(kind).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(path, lease_s=lease_s, max_attempts=max_attempts)
