@@ -110,12 +110,17 @@ class ClaimTable:
 
     def claim(self, owner: str, key: Key) -> Claim | None:
         """The task is `owner`'s, won now or before; None: it is another's, or has ended."""
+        claims, _ = self.claim_among(owner, [key], 1)
+        return claims[0] if claims else None
+
+    def claim_among(self, owner: str, keys: Sequence[Key], n: int) -> tuple[list[Claim], list[Key]]:
+        """The first `n` of these tasks that are `owner`'s, won now or before, and those of `keys` that have ended."""
         with self._change():
             self._renew(owner)
-            word = self._word(key)
-            if word.state is State.PENDING and word.owner == owner:
-                return Claim(key, owner, word.version)
-            return self._take(owner, key, word.version) if word.state is State.EMPTY else None
+            words = [(key, self._word(key)) for key in keys]
+            mine = [(key, w) for key, w in words if w.state is State.EMPTY or (w.state is State.PENDING and w.owner == owner)][:n]
+            claims = [Claim(key, owner, w.version) if w.state is State.PENDING else self._take(owner, key, w.version) for key, w in mine]
+            return claims, [key for key, w in words if w.state is State.COMMITTED]
 
     def fill(self, owner: str, n: int) -> list[Claim]:
         """What `owner` holds, topped up to `n` tasks with the first that are nobody's."""
@@ -222,6 +227,17 @@ class ClaimTable:
             (int(state), owner, outcome, attempts, claim.key, claim.owner, claim.version),
         )
         return cursor.rowcount == 1
+
+
+class Remote:
+    """An actor's methods as plain calls, for code that may have the object itself as well."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._actor, name)
+        return lambda *args: ray.get(method.remote(*args))
 
 
 def host_table(path: Path | str, *, lease_s: float, max_attempts: int | None = None, kind: type[ClaimTable] = ClaimTable) -> Any:

@@ -37,6 +37,7 @@ RAY = {
     "tests/run/test_megatron.py",
     "tests/run/test_distill_engines.py",
     "tests/rollout/test_claim_workers.py",
+    "tests/rollout/test_dedup_owners.py",
     "tests/rollout/test_teacher_engines.py",
     "tests/run/test_pairs.py",
     "tests/run/test_prefix_overlap.py",
