@@ -75,6 +75,14 @@ class DataOwner:
     Args:
         server, table: a `KeyServer` and a `ClaimTable`, or a `Remote` of each.
         public_key: of the key server, by a way other than the server's answers.
+
+    Example, in each owner's process:
+
+        owner = DataOwner("ann", prompts, Remote(server), Remote(table), public_key)
+        while not owner.done:
+            for won in owner.take(8):  # fewer, or none, while all else is at work elsewhere: ask again later
+                train(prompts[won.row])
+                owner.trained(won)
     """
 
     def __init__(self, name: str, prompts: Sequence[str], server: Any, table: Any, public_key: bytes) -> None:
