@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -41,7 +42,9 @@ def to_huggingface(checkpoint: Path, base: Path, target: Path, dtype: torch.dtyp
             there = f"it is {list(own[name].shape)}" if name in own else "there is none"
             raise ValueError(f"checkpoint {checkpoint} has {name!r} of {shape}, but in {base} {there}: was the run begun from that model?")
         wanted[name] = own[name]
-    dcp.load(wanted, checkpoint_id=checkpoint, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be: there is one process
+        dcp.load(wanted, checkpoint_id=checkpoint, no_dist=True)
     stated = load_config(base).dtype
     Exporter(model, dtype or (stated if isinstance(stated, torch.dtype) else torch.float32), rank=0).write(ModelConfig(path=str(base)), target)
     return version
