@@ -81,8 +81,9 @@ class DataOwner:
         owner = DataOwner("ann", prompts, Remote(server), Remote(table), public_key)
         while not owner.done:
             for won in owner.take(8):  # fewer, or none, while all else is at work elsewhere: ask again later
-                train(prompts[won.row])
-                owner.trained(won)
+                gradient = gradient_of(prompts[won.row])
+                if owner.trained(won):  # else another's by now
+                    apply(gradient)
     """
 
     def __init__(self, name: str, prompts: Sequence[str], server: Any, table: Any, public_key: bytes) -> None:
