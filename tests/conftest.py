@@ -3,7 +3,6 @@ beside whom, and the seconds that each folder took."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections import defaultdict
@@ -127,15 +126,13 @@ def sglang_engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     from miles.core.model.config import ModelConfig
     from rollout.config import RolloutConfig
     from rollout.engines.sglang_engine import SGLangEngine
+    from tests.sglang_servers import started
 
-    engine = SGLangEngine(
-        ModelConfig(path=str(tiny_model)), RolloutConfig(engine="sglang", max_running=32, timeout_s=60), log_folder=tmp_path_factory.mktemp("sglang")
+    yield from started(
+        SGLangEngine(
+            ModelConfig(path=str(tiny_model)), RolloutConfig(engine="sglang", max_running=32, timeout_s=60), log_folder=tmp_path_factory.mktemp("sglang")
+        )
     )
-    try:
-        asyncio.run(engine.start())
-        yield engine
-    finally:
-        asyncio.run(engine.close())
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from rollout.engines.scoring import ScoreRequest
 from rollout.engines.sglang_engine import SGLangEngine
 from tests.conformance.test_weight_sync_sglang import TRANSPORTS, OneServer, answer
 from tests.lora_cases import stir
+from tests.sglang_servers import started
 from tests.weight_sync.cast import Cast, publish
 from tests.weight_sync.parts import scores
 from weight_sync.transaction import PublishResult, UpdateAborted, WeightSync
@@ -28,14 +29,8 @@ LORA = LoraConfig(rank=4, alpha=6, rslora=True)
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
-    engine = SGLangEngine(
-        ModelConfig(path=str(tiny_model)), RolloutConfig(engine="sglang", max_running=8, timeout_s=60), log_folder=tmp_path_factory.mktemp("sglang"), lora=LORA
-    )
-    try:
-        asyncio.run(engine.start())
-        yield engine
-    finally:
-        asyncio.run(engine.close())
+    config = RolloutConfig(engine="sglang", max_running=8, timeout_s=60)
+    yield from started(SGLangEngine(ModelConfig(path=str(tiny_model)), config, log_folder=tmp_path_factory.mktemp("sglang"), lora=LORA))
 
 
 @pytest.fixture(scope="module")

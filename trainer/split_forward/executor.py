@@ -93,6 +93,10 @@ class PromptState:
     routed_root: Tensor | None = None
     routed: Routed | None = None
 
+    def watched(self) -> Routed:
+        assert self.routed is not None, "the prefill was run by an executor that was given the routers"
+        return self.routed
+
     def backward(self) -> None:
         """From the gradients that have gathered in the leaves, none of which is then needed any more."""
         head, *others = self.roots
@@ -193,8 +197,8 @@ class Executor:
         samples = plan.passes[number].samples
         chains = [plan.chain(plan.ends[sample]) for sample in samples]
         passes = sorted({places.of_pass[s] for chain in chains for s in chain} - {number})
-        parts = [*(self._states[p].routed for p in passes), own]
-        first = dict(zip([*passes, number], accumulate((len(part.chosen_SLX) for part in parts if part is not None), initial=0), strict=False))
+        parts = [*(self._states[p].watched() for p in passes), own]
+        first = dict(zip([*passes, number], accumulate((len(part.chosen_SLX) for part in parts), initial=0), strict=False))
         where = [first[places.of_pass[s]] + places.number[s] for chain in chains for s in chain]
         whose = [i for i, chain in enumerate(chains) for _ in chain]
         device = own.chosen_SLX.device
@@ -204,8 +208,7 @@ class Executor:
             every_PLX = torch.cat(tensors).index_select(0, where_P)
             return every_PLX.new_zeros(len(samples), *every_PLX.shape[1:]).index_add(0, whose_P, every_PLX)
 
-        known = [part for part in parts if part is not None]
-        found = Routed(summed([part.probability_SLX for part in known]), summed([part.chosen_SLX for part in known]))
+        found = Routed(summed([part.probability_SLX for part in parts]), summed([part.chosen_SLX for part in parts]))
         lengths = [sum(plan.segments[s].length for s in chain) for chain in chains]
         return found, torch.tensor(lengths, dtype=found.chosen_SLX.dtype, device=device)
 
