@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -17,8 +18,8 @@ GIB = 2**30
 
 def run(source: str, target: str, *, to: str, model: str | None, dtype: str | None, file_gib: float) -> None:
     """`to` is megatron or huggingface. Raises ValueError as `trainer.megatron.convert` does, and where options do not go together."""
-    if file_gib <= 0:
-        raise ConfigError(f"--file-gib = {file_gib:g} must be more than 0")
+    if not 0 < file_gib < math.inf:
+        raise ConfigError(f"--file-gib = {file_gib:g} must be a number of more than 0")
     if to == "megatron" and model is not None:
         raise ConfigError("--model goes with --to huggingface: a Hugging Face directory describes itself")
     if to == "huggingface" and _is_of_fsdp(Path(source)):

@@ -168,10 +168,11 @@ def _check_transport(weight_sync: WeightSyncConfig) -> None:
 
 
 def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> None:
-    """What `trainer.balance_coef` and `trainer.backend = "megatron"` need: its package, a model whose layers it has, and sizes that divide."""
+    """What `trainer.balance_coef` and the backend need: `megatron`'s package, a model whose layers it has, and sizes that divide."""
     if recipe.trainer.balance_coef and (kind := _model_type(recipe.model)) not in (None, "qwen3_moe"):
         raise ConfigError(f"trainer.balance_coef = {recipe.trainer.balance_coef:g} is for qwen3_moe models, and model.path is a {kind}: set it to 0")
     if recipe.trainer.backend != "megatron":
+        _check_fsdp(recipe)
         return
     if importlib.util.find_spec("megatron") is None:
         raise ConfigError("trainer.backend = 'megatron', but Megatron-Core is not installed: run `bash scripts/install --test`, or use trainer.backend=fsdp")
@@ -182,16 +183,38 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
     ):
         if wanted:
             raise ConfigError(f"trainer.backend = 'megatron' does not go with {what}: use trainer.backend = 'fsdp'")
-    critic = getattr(recipe, "critic", None)
-    models = {"model.path": recipe.model.path}
-    if taught is not None and taught.place == "trainer":
-        models["distill.teacher"] = taught.teacher
-    if critic is not None and critic.path:
-        models["critic.path"] = critic.path
-    for option, path in models.items():
+    for option, path in ({"model.path": recipe.model.path} | _others(recipe)).items():
         if not any(Path(path).glob("*.safetensors")):
             raise ConfigError(f"{option} = {path!r} has no safetensors file, which trainer.backend = 'megatron' reads")
         megatron_plan(recipe.model.model_copy(update={"path": path}), recipe.trainer, lora_of(recipe) if option == "model.path" else None)
+
+
+def _check_fsdp(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> None:
+    """What `trainer.fsdp.fits` finds of models whose files are here."""
+    lora = lora_of(recipe)
+    if not (recipe.trainer.frozen or lora is not None or recipe.trainer.tensor_parallel > 1 or recipe.trainer.activations == "hilore"):
+        return
+    from trainer.fsdp import fits  # takes seconds
+
+    try:
+        if Path(recipe.model.path).is_dir():
+            fits.check(recipe.model, recipe.trainer, lora, reward_head=isinstance(recipe, RewardModelRecipe))
+        for path in _others(recipe).values():
+            if Path(path).is_dir():
+                fits.check_layers(path, recipe.trainer, trust_remote_code=recipe.model.trust_remote_code)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _others(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> dict[str, str]:
+    """Paths, by option, of the models that the trainer's ranks have beside the policy's, where these are others."""
+    found = {}
+    taught, critic = getattr(recipe, "distillation", None), getattr(recipe, "critic", None)
+    if taught is not None and taught.place == "trainer":
+        found["distill.teacher"] = taught.teacher
+    if critic is not None and critic.path:
+        found["critic.path"] = critic.path
+    return found
 
 
 def _check_lora(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> int | None:

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from miles.config import ConfigError, Resolved, load
 from miles.core.model.config import ModelConfig
@@ -221,6 +222,68 @@ def test_an_update_is_in_shared_memory_whole_and_sglang_keeps_the_one_before(opt
 )
 def test_a_weight_store_that_cannot_be_used_is_refused(recipe, options, message):
     assert message in refused(recipe(*options))
+
+
+def test_a_weight_store_in_the_place_of_a_file_is_refused(recipe):
+    Path("afile").touch()
+    assert "weight_sync.store = 'afile' is a file" in refused(recipe("weight_sync.transport=delta", "weight_sync.store=afile"))
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models whose layers do not fit everything: `dense`, `moe` and `mistral`, which looks back 16 tokens."""
+    folder = tmp_path_factory.mktemp("models")
+    configs = {
+        "dense": Qwen3Config(**SMALL),
+        "moe": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+        "mistral": MistralConfig(**SMALL, sliding_window=16),
+    }
+    for name, config in configs.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    return folder
+
+
+TWO, THREE = (["trainer.ranks=2", "trainer.tensor_parallel=2"], ["trainer.ranks=3", "trainer.tensor_parallel=3"])
+HILORE = "trainer.activations=hilore"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("dense", THREE, "trainer.tensor_parallel = 3 does not divide the model's num_attention_heads = 4"),
+        ("moe", TWO, "Qwen3MoeExperts (layers.0.mlp.experts: 'moe_tp_experts') is not there yet"),
+        ("dense", [*TWO, "lora.rank=4"], "trainer.tensor_parallel = 2 does not go with [lora]"),
+        ("dense", [*TWO, "model.true_on_policy=true"], "trainer.tensor_parallel = 2 does not go with model.true_on_policy"),
+        ("dense", [HILORE, "model.true_on_policy=true"], "must foresee every byte"),
+        ("moe", [HILORE], "is for dense models"),
+        ("mistral", [HILORE], "looks back 16 of 131072 tokens"),
+        ("dense", ['trainer.frozen=["nothing.*"]'], "trainer.frozen has 'nothing.*', which matches no parameter"),
+        ("dense", ['lora.targets=["nope"]'], "lora.targets has 'nope', which is no linear layer"),
+    ],
+)
+def test_what_a_models_layers_do_not_fit_is_refused(recipe, models, model, options, message):
+    assert message in refused(recipe(f"model.path={models / model}", "cluster.cpus=8", *options))
+
+
+def test_a_critic_whose_layers_do_not_divide_is_refused_by_its_path(recipe, models):
+    options = ["cluster.cpus=8", *TWO, "algorithm.advantages=gae", f"critic.path={models / 'moe'}"]
+    assert f"the model in '{models / 'moe'}'" in refused(recipe(f"model.path={models / 'dense'}", *options))
+
+
+def test_what_the_layers_fit_passes(recipe, models):
+    preflight.check_rl(recipe(f"model.path={models / 'dense'}", "cluster.cpus=8", *TWO, 'trainer.frozen=["model.embed_tokens.weight"]'))
 
 
 def test_wandb_online_without_a_key_is_refused(recipe, monkeypatch, tmp_path):

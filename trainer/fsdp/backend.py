@@ -32,6 +32,7 @@ from trainer.fsdp.critic import Critic, build_critic
 from trainer.fsdp.distill import Distiller, build_distiller
 from trainer.fsdp.early import EarlyPrefills
 from trainer.fsdp.export import AdapterExporter, Exporter
+from trainer.fsdp.fits import check_divided
 from trainer.fsdp.mesh import open_mesh
 from trainer.fsdp.model import build_model, compute_dtype_of
 from trainer.fsdp.optimizer import Optimizer
@@ -100,7 +101,7 @@ class FSDPBackend:
         self.device = device or torch.device("cpu")
         self._mesh = open_mesh(trainer, rank, world, self.device)
         rng.seed_all(seed, rank)
-        _check(model, trainer, lora)
+        check_divided(model, trainer, lora)
         build = partial(build_model, model, master_dtype=master_dtype, mesh=self._mesh, device=self.device)
         rewards = isinstance(pairs, RewardModelConfig)
         if rewards and lora is not None:
@@ -474,11 +475,3 @@ class FSDPBackend:
             optimizer.to(device)
         if device == "cpu":
             torch.cuda.empty_cache()
-
-
-def _check(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig | None) -> None:
-    """Raises ValueError for what does not go with layers that are divided."""
-    if trainer.tensor_parallel > 1:
-        for wanted, what in ((lora is not None, "[lora]"), (model.true_on_policy, "model.true_on_policy")):
-            if wanted:
-                raise ValueError(f"trainer.tensor_parallel = {trainer.tensor_parallel} does not go with {what}: leave one of them out")

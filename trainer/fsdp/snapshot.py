@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from miles.core.checkpoint.store import read_manifest
+from miles.core.checkpoint.whole import check_new
 from miles.core.model.config import ModelConfig
 from miles.core.model.load import load_config, load_model
 from trainer.fsdp.export import Exporter
@@ -22,11 +23,10 @@ def to_huggingface(checkpoint: Path, base: Path, target: Path, dtype: torch.dtyp
     Args:
         base: the model directory that the run began from. dtype: of the weights in the target; None: those of `base`.
     Raises:
-        ValueError: `target` exists, or the checkpoint's tensors are not those of `base`; the first that differs is named.
+        ValueError: `target` exists or cannot be, or the checkpoint's tensors are not those of `base`; the first that differs is named.
         CheckpointError: `checkpoint` is not complete.
     """
-    if target.exists():
-        raise ValueError(f"{str(target)!r} exists: name a folder that does not")
+    check_new(target)
     version = int(read_manifest(checkpoint)["state"]["version"])
     stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     model = load_model(str(base), torch.float32)

@@ -18,7 +18,12 @@ _HEADS = 2
 
 
 def parallelise(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """In place, before `fully_shard`. Collective, where the model has weights already.
+    """In place, before `fully_shard`. Collective, where the model has weights already. Raises ValueError as `styles_of`."""
+    parallelize_module(model.base_model, mesh, styles_of(model, mesh.size()))
+
+
+def styles_of(model: PreTrainedModel, ranks: int) -> dict[str, ParallelStyle]:
+    """How each module of the model's body is divided over so many ranks.
 
     Raises:
         ValueError: the model's configuration has no such plan, or one with parts that are not there yet (experts), or its heads do not divide.
@@ -26,13 +31,11 @@ def parallelise(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     config = model.config.get_text_config()
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
-        raise ValueError(f"trainer.tensor_parallel = {mesh.size()} needs a plan, and {type(config).__name__} has none: use tensor_parallel = 1")
+        raise ValueError(f"trainer.tensor_parallel = {ranks} needs a plan, and {type(config).__name__} has none: use tensor_parallel = 1")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % mesh.size():
-            raise ValueError(f"trainer.tensor_parallel = {mesh.size()} does not divide the model's {name} = {getattr(config, name)}")
-    body = model.base_model
-    styles = {name: style for name, module in body.named_modules() if (style := _style(plan, name, module)) is not None}
-    parallelize_module(body, mesh, styles)
+        if getattr(config, name) % ranks:
+            raise ValueError(f"trainer.tensor_parallel = {ranks} does not divide the model's {name} = {getattr(config, name)}")
+    return {name: style for name, module in model.base_model.named_modules() if (style := _style(plan, name, module)) is not None}
 
 
 def _style(plan: dict[str, str], name: str, module: nn.Module) -> ParallelStyle | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from miles.core.checkpoint.store import sync_folder
-from miles.core.checkpoint.whole import whole
+from miles.core.checkpoint.whole import check_new, whole
 from miles.core.model.load import load_config
 from trainer.megatron.architecture import Architecture, architecture_of
 from trainer.megatron.directory import Source, slices, write_weights
@@ -111,8 +111,7 @@ def _restored(architecture: Architecture, shards: Shards, conversion: Conversion
 def _target(conversion: Conversion, described: Path) -> Iterator[Path]:
     """The folder to write weights into. It becomes the target, whole; all of `described` that is not weights comes with it."""
     target = conversion.target
-    if target.exists():
-        raise ValueError(f"{str(target)!r} is there already: name another target, or remove it first")
+    check_new(target)
     with whole(target) as partial:
         yield partial
         for file in described.iterdir():

@@ -325,6 +325,12 @@ def estimated(row: Row, loss: RowLoss, sampled: bool) -> float:
     return found if of_entropy_N is None else found + float(weighed(of_entropy_N, None))
 
 
+def check_operators(*, exact: bool) -> None:
+    """Raises ValueError where they are batch-invariant ones."""
+    if exact:
+        raise ValueError("trainer.activations = 'hilore' must foresee every byte, and model.true_on_policy pads rows to its tiles: use 'recompute'")
+
+
 def check(model: PreTrainedModel, longest: int) -> int:
     """The width of the MLP's tensors.
 
@@ -333,8 +339,7 @@ def check(model: PreTrainedModel, longest: int) -> int:
             `longest` sequence (tokens).
     """
     name, config = type(model).__name__, model.config.get_text_config()
-    if hasattr(model, "batch_invariant_linear"):
-        raise ValueError("trainer.activations = 'hilore' must foresee every byte, and model.true_on_policy pads rows to its tiles: use 'recompute'")
+    check_operators(exact=hasattr(model, "batch_invariant_linear"))
     if any(parameter.ndim == 3 for parameter in model.parameters()):
         raise ValueError(f"trainer.activations = 'hilore' is for dense models; the batches of {name}'s experts depend on the routing: use 'recompute'")
     windows = [window for module in model.modules() if hasattr(module, "layer_idx") and (window := window_of(module)) is not None]

@@ -67,9 +67,11 @@ class WeightStore:
             raise WeightSyncError(f"weight_sync.store = {url!r} cannot be opened: {error}") from error
 
     def numbers(self) -> list[int]:
-        """Numbers of the records that are there, whole or not, in order."""
+        """Numbers of the records that are there, whole or not, in order. Raises WeightSyncError where a file is in the store's place."""
         if not self._files.exists(self._root):
             return []
+        if self._files.isfile(self._root):
+            raise WeightSyncError(f"weight_sync.store = {self.url!r} is a file: name a folder")
         self._files.invalidate_cache(self._root)
         names = [path.rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(self._root, detail=False)]
         return sorted(int(name) for name in names if name.isdigit())

@@ -11,6 +11,17 @@ from pathlib import Path
 from miles.core.checkpoint.store import PARTIAL
 
 
+def check_new(folder: Path) -> None:
+    """Raises ValueError where there is something at `folder` already, a link that leads nowhere included, or no folder can be made."""
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(f"{str(folder)!r} is there already: name another target, or remove it first")
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{str(folder)!r} lies below {str(parent)!r}, which is a file: name another target")
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"{str(folder)!r} cannot be written: you may not write to {str(parent)!r}; name another target")
+
+
 @contextmanager
 def whole(folder: Path) -> Iterator[Path]:
     """An empty folder to write into. When the block ends it takes the place of `folder`, and of what was there.

@@ -169,7 +169,8 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
     model = saved("qwen3", tmp_path / "model")
     assert "no complete Megatron checkpoint" in refused(tmp_path, model, to="huggingface")
     assert "has no safetensors file" in refused(tmp_path, tmp_path)
-    assert "--file-gib = 0 must be more than 0" in refused(tmp_path, model, file_gib=0)
+    for size in (0, float("inf"), float("nan")):
+        assert f"--file-gib = {size:g} must be a number of more than 0" in refused(tmp_path, model, file_gib=size)
     assert "--model goes with --to huggingface" in refused(tmp_path, model, model=str(model))
     to_megatron(conversion(model, tmp_path / "there"))
     other = saved("llama", tmp_path / "other")
@@ -181,8 +182,18 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
     assert "have dtypes F32 and F16" in refused(tmp_path, model)
     assert not (tmp_path / "target").exists()
     assert not (tmp_path / "target.partial").exists()
+    (tmp_path / "target").symlink_to("nowhere")
+    assert "is there already" in refused(tmp_path, other)
+    (tmp_path / "target").unlink()
     (tmp_path / "target").mkdir()
     assert "is there already" in refused(tmp_path, other)
+
+
+def test_a_target_below_a_file_is_refused(tmp_path: Path) -> None:
+    model = saved("qwen3", tmp_path / "model")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"lies below '.*/file', which is a file"):
+        run(str(model), str(tmp_path / "file" / "target"), to="megatron", model=None, dtype=None, file_gib=1.0)
 
 
 @pytest.fixture(scope="module")
