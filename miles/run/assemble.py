@@ -86,6 +86,9 @@ class RLRun:
         for engine_id in self.fleet.engine_ids:
             if (why := await self.catch_up(engine_id)) is not None:
                 self.fleet.mark_dead(engine_id, why)
+        owed = None if latest is None else state.get("evaluating")
+        if owed is not None and self.apart is not None:
+            await self.apart.make_up(int(owed), self.version)
 
     async def take(self, clock: Clock) -> Taken:
         """The batch that version + 1 is trained on, with what a teacher outside of the trainer says of it."""
@@ -182,17 +185,21 @@ class RLRun:
         if self.recipe.distillation is not None:
             groups = evaluation.groups if self.teaching is None else await self.teaching.teach(evaluation.groups)
             evaluation.metrics["eval/distill_kl"] = await self.trainer.divergence([s for g in groups for s in g.trainable])
-        if self.recipe.tracking.sample_every and evaluation.groups:
-            self.tracker.table(self.version, "evaluation", *sample_table(evaluation.groups, self.tokenizer, self.recipe.tracking.samples))
+        self._show(evaluation)
         if at_start:
             self.tracker.log(0, evaluation.metrics)
             self.live.update(0, evaluation.metrics)
         return evaluation
 
+    def _show(self, evaluation: Evaluation) -> None:
+        if self.recipe.tracking.sample_every and evaluation.groups:
+            self.tracker.table(self.version, "evaluation", *sample_table(evaluation.groups, self.tokenizer, self.recipe.tracking.samples))
+
     async def checkpoint(self) -> None:
         """Start writing a checkpoint when it is time and there is none of this version."""
         if self.checkpoints.due(self.version, every=self.recipe.checkpoint.every, last=self.steps):
-            await self.trainer.save(self.checkpoints.begin(self.version), position(self.recipe, self.version) | {"producer": self.producer.state_dict()})
+            state = {"producer": self.producer.state_dict(), "evaluating": None if self.apart is None else self.apart.owed}
+            await self.trainer.save(self.checkpoints.begin(self.version), position(self.recipe, self.version) | state)
 
     def record(self, clock: Clock, batch: Taken, trained: StepResult, published: PublishResult, evaluation: Evaluation | None) -> None:
         metrics = clock.metrics() | batch.counts | trained.metrics | (evaluation.metrics if evaluation else {})
@@ -216,6 +223,7 @@ class RLRun:
         if self.overlap is not None:
             await self.overlap.draw_memory(self.folder)
         if self.apart is not None and (evaluation := await self.apart.end(self.version)) is not None:
+            self._show(evaluation)
             self.tracker.log(self.version, evaluation.metrics)
             self.live.update(self.version, evaluation.metrics)
         await self.trainer.wait_saved()

@@ -49,6 +49,18 @@ class EvaluationFleet:
         self._running: asyncio.Task[Evaluation | None] | None = None
         self._version = 0
 
+    @property
+    def owed(self) -> int | None:
+        """The version whose evaluation has begun and is not collected yet. A checkpoint says so: a run that goes on from it begins anew."""
+        return None if self._running is None else self._version
+
+    async def make_up(self, owed: int, version: int) -> None:
+        """Begin the evaluation that a checkpoint of `version` was still owed, before any other. Fresh engines hold version 0; the weights of any other
+        version before the checkpoint's are gone, and the checkpoint's are then evaluated in their place, which the record says."""
+        if owed not in (0, version):
+            logger.warning("the evaluation of version %d had not ended, and its weights are gone: version %d is evaluated in its place", owed, version)
+        await self.begin(0 if owed == 0 else version)
+
     async def begin(self, version: int) -> Evaluation | None:
         """Start to evaluate the trainer's weights, which are `version`; returns when they have been sent. The evaluation before it, if it was
         not collected yet. The trainer must be idle."""
