@@ -94,38 +94,40 @@ def critic_terms(count: int, trainer: TrainerConfig, *, whole: bool) -> dict[str
     return terms | ({f"{trainer.ranks} x the whole critic while it loads": trainer.ranks * _mib(count * 4)} if whole else {})
 
 
-def engine_terms(model: ModelConfig, rollout: RolloutConfig, count: int) -> dict[str, int]:
-    """MiB by reason; the old and the new weights exist together for a moment of each update."""
+def engine_terms(model: ModelConfig, rollout: RolloutConfig, count: int, sent: int) -> dict[str, int]:
+    """MiB by reason; all of an update, `sent` parameters of the model or of adapters, is beside what is served for a moment."""
     base = SGLANG_ENGINE_MIB if rollout.engine == "sglang" else TORCH_ENGINE_MIB
-    engines = rollout.engines
-    return {
+    engines, size = rollout.engines, _BYTES[model.dtype]
+    terms = {
         f"{engines} {rollout.engine} engine{'s' * (engines > 1)} x {base}": engines * base,
-        f"{engines} x {count:,} parameters x {_BYTES[model.dtype]} B x 2 (old and new weights)": engines * 2 * _mib(count * _BYTES[model.dtype]),
+        f"{engines} x {count:,} parameters x {size} B": engines * _mib(count * size),
     }
+    return terms | ({f"{engines} x {sent:,} parameters of an update x {size} B": engines * _mib(sent * size)} if sent else {})
 
 
 def batch_terms(rollout: RolloutConfig, trainer: TrainerConfig, max_staleness: int) -> dict[str, int]:
     """MiB by reason: the driver holds the batch that is trained and those that engines work ahead, and every rank the first of them.
     Prompts are left out, whose length only the data tells."""
-    prompts, samples, tokens = rollout.prompts_per_step, rollout.samples_per_prompt, rollout.max_new_tokens
+    prompts, samples, tokens = rollout.prompts_per_step + rollout.extra_prompts, rollout.samples_per_prompt, rollout.max_new_tokens
     copies = max_staleness + 1 + trainer.ranks
     size = prompts * samples * tokens * _TOKEN_BYTES * copies
     ahead = f"{max_staleness + 1} batch{'es' * (max_staleness > 0)} + {trainer.ranks} on ranks"
     return {f"({ahead}) x {prompts:,} prompts x {samples} samples x {tokens} tokens x {_TOKEN_BYTES} B": _mib(size)}
 
 
-def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: str, count: int, sent: int) -> dict[str, int]:
-    """MiB under /dev/shm of one machine by reason. SGLang engines keep the export they serve, to go back to, beside the one that comes:
-    with the `tensor` transport all of them share it, by `broadcast` each has its own, and so has each what it merges adapters into.
+def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: str, sent: int, *, apart: int = 0, adapters: bool = False) -> dict[str, int]:
+    """MiB under /dev/shm of one machine by reason. SGLang engines keep what the last update brought, to go back to, beside what comes: with the
+    `tensor` transport those that roll out share it, otherwise each has its own.
 
     Args:
-        count: parameters of the model. sent: those of them, or of the adapters, that an update carries.
+        sent: parameters of the model, or of adapters, that an update carries. apart: engines that only evaluate. They catch up one at a time, and
+            keep another version than those that roll out. adapters: updates are of such, and each SGLang engine began with a file of zeros.
     """
-    export = _mib(count * _BYTES[model.dtype])
-    terms = {"weights of an update": _mib(sent * _BYTES[model.dtype])} if transport == "tensor" else {}
+    export = _mib(sent * _BYTES[model.dtype])
+    terms = {"weights of an update": export} if transport == "tensor" else {}
     if rollout.engine == "sglang":
-        copies = 1 if transport == "tensor" and sent == count else 2 * rollout.engines
-        terms[f"{copies} x weights that SGLang engines keep"] = copies * export
+        copies = (1 if transport == "tensor" else 2 * rollout.engines) + apart + adapters * (rollout.engines + apart)
+        terms[f"{copies} x {'adapters' if adapters else 'weights'} that SGLang engines keep"] = copies * export
     return terms
 
 

@@ -66,11 +66,13 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
         critic = count if recipe.critic.path is None else footprint.parameters(Path(recipe.critic.path))
         terms |= footprint.critic_terms(critic, recipe.trainer, whole=recipe.critic.path is not None)
     engines = recipe.rollout.model_copy(update={"engines": recipe.rollout.engines + recipe.evaluate.engines})
-    terms |= footprint.engine_terms(recipe.model, engines, count)
-    sent = count if adapters is None or recipe.served_lora is None else adapters
+    alone = adapters is not None and recipe.served_lora is not None
+    sent = adapters if adapters is not None and alone else count
+    terms |= footprint.engine_terms(recipe.model, engines, count, sent)
     terms |= footprint.transport_terms(recipe.model, recipe.weight_sync.transport, sent)
     terms |= footprint.batch_terms(recipe.rollout, recipe.trainer, recipe.run.max_staleness)
-    shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, count, sent)
+    apart = recipe.evaluate.engines
+    shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, sent, apart=apart, adapters=alone)
     _check_cluster(recipe.cluster, rl_demands(recipe), terms, shared)
 
 
@@ -100,7 +102,7 @@ def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
     resolve(recipe.reward)
     _check_engine("rollout", recipe.rollout.engine)
     _check_tracking(recipe.tracking)
-    terms = footprint.engine_terms(recipe.model, recipe.rollout, footprint.parameters(Path(recipe.model.path)))
+    terms = footprint.engine_terms(recipe.model, recipe.rollout, footprint.parameters(Path(recipe.model.path)), sent=0)
     _check_cluster(recipe.cluster, engine_demands(recipe.rollout), terms, {})
 
 

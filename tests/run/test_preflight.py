@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from miles.config import ConfigError, Resolved, load
-from miles.core.model.config import ModelConfig
+from miles.core.model.config import LoraConfig, ModelConfig
 from miles.run import footprint, machine, preflight
 from miles.run.recipe import RLRecipe, SFTRecipe
 from rollout.config import RolloutConfig
@@ -198,19 +198,34 @@ def test_more_shared_memory_than_there_is_shows_the_arithmetic(recipe):
 
 
 @pytest.mark.parametrize(
-    ("options", "needed"),
+    ("engine", "transport", "more", "needed"),
     [
-        ({"engine": "torch", "transport": "tensor", "engines": 3}, 1000),
-        ({"engine": "torch", "transport": "broadcast", "engines": 3}, 0),
-        ({"engine": "sglang", "transport": "tensor", "engines": 3}, 2000),
-        ({"engine": "sglang", "transport": "broadcast", "engines": 3}, 6000),
+        ("torch", "tensor", {}, 1000),
+        ("torch", "broadcast", {"apart": 2}, 0),
+        ("sglang", "tensor", {}, 2000),
+        ("sglang", "broadcast", {}, 6000),
+        ("sglang", "tensor", {"apart": 2}, 4000),
+        ("sglang", "broadcast", {"apart": 2}, 8000),
+        ("sglang", "tensor", {"adapters": True}, 5000),
+        ("sglang", "delta", {"adapters": True, "apart": 2}, 13000),
     ],
 )
-def test_an_update_is_in_shared_memory_whole_and_sglang_keeps_the_one_before(options, needed):
-    """1000 MiB of float32 weights, whatever the size of a bucket: files stay until every engine has taken all."""
-    rollout = RolloutConfig(engine=options["engine"], engines=options["engines"])
-    terms = footprint.shared_memory_terms(ModelConfig(path="m"), rollout, options["transport"], 1000 * 2**20 // 4, 1000 * 2**20 // 4)
+def test_an_update_is_in_shared_memory_whole_and_sglang_keeps_the_one_before(engine, transport, more, needed):
+    """1000 MiB of float32 in each update, whatever the size of a bucket: files stay until each of three engines has taken all. Two that evaluate
+    keep a version of their own, and with adapters each has begun with a file of zeros."""
+    rollout = RolloutConfig(engine=engine, engines=3)
+    terms = footprint.shared_memory_terms(ModelConfig(path="m"), rollout, transport, 1000 * 2**20 // 4, **more)
     assert sum(terms.values()) == needed
+
+
+def test_engines_with_adapters_have_the_model_once_and_those_twice(recipe, tiny_model):
+    count, size = footprint.parameters(tiny_model), 4
+    adapters = footprint.adapter_parameters(tiny_model, LoraConfig(rank=4))
+    message = refused(recipe("lora.rank=4", "rollout.engines=100000", "cluster.cpus=200000"))
+    assert f"100000 x {count:,} parameters x {size} B = " in message
+    assert f"100000 x {adapters:,} parameters of an update x {size} B = " in message
+    message = refused(recipe("lora.rank=4", "lora.served=merged", "rollout.engines=100000", "cluster.cpus=200000"))
+    assert f"100000 x {count:,} parameters of an update x {size} B = " in message
 
 
 @pytest.mark.parametrize(
