@@ -285,6 +285,8 @@ HILORE = "trainer.activations=hilore"
         ("moe", [HILORE], "is for dense models"),
         ("mistral", [HILORE], "looks back 16 of 131072 tokens"),
         ("dense", ['trainer.frozen=["nothing.*"]'], "trainer.frozen has 'nothing.*', which matches no parameter"),
+        ("dense", ["lora.rank=4", 'trainer.frozen=["nothing.*"]'], "trainer.frozen has 'nothing.*', which matches no parameter"),
+        ("dense", ["lora.rank=4", 'trainer.frozen=["*.lora_?.*"]'], "leaves nothing to train"),
         ("dense", ['lora.targets=["nope"]'], "lora.targets has 'nope', which is no linear layer"),
     ],
 )

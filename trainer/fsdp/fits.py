@@ -8,7 +8,7 @@ import torch
 
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import longest_sequence
-from miles.core.model.lora import target_names
+from miles.core.model.lora import add_adapters, target_names
 from miles.core.model.reward import add_reward_head
 from trainer.config import TrainerConfig
 from trainer.fsdp.loading import shell_of
@@ -34,9 +34,11 @@ def check(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig | None, *
         hilore.check(shell, longest_sequence(model))
     if lora is not None:
         target_names(shell, lora)
-    elif trainer.frozen:
+    if trainer.frozen:
         if reward_head:
             add_reward_head(shell, 0)
+        if lora is not None:
+            add_adapters(shell, lora, 0)
         freeze(shell, trainer.frozen)
 
 
