@@ -14,13 +14,15 @@ from miles.data.types import Prompt, Sample
 from rollout.config import RewardConfig
 from rollout.rewards.pool import WorkerPool
 from rollout.rewards.registry import RewardFunction, resolve
-from rollout.rewards.steps import StepCutter, with_steps
+from rollout.rewards.steps import Step, StepCutter, with_steps
 from rollout.rewards.values import Answer, Failure, RewardError, answered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+_STEPS = "reward.steps"
 
 
 @dataclass
@@ -35,7 +37,8 @@ class RewardRunner:
     """Every sample's reward is the weighted sum of all functions, or None when one of them gave none or there is no function at all.
 
     Attributes:
-        counters: `scored` samples, and failures as `<function>/<kind>`, for example `math/timeout` (kinds: see `values.Failure`).
+        counters: `scored` samples, and failures as `<function>/<kind>`, for example `math/timeout` (kinds: see `values.Failure`); `reward.steps/timeout`
+            are answers that its pattern did not get through.
     Raises:
         ConfigError: a function cannot be resolved (see `registry.resolve`).
     """
@@ -45,7 +48,7 @@ class RewardRunner:
         self._config = config
         self._tokenizer = tokenizer
         self._functions = resolve(config) if config.functions else []
-        self._streaks = {f.label: _Streak() for f in self._functions}
+        self._streaks = {label: _Streak() for label in [_STEPS, *(f.label for f in self._functions)]}
         self._error: RewardError | None = None
         self._closed = False
         self._left_behind: set[asyncio.Task[Any]] = set()
@@ -74,7 +77,11 @@ class RewardRunner:
             task.cancel()
 
     async def _score(self, sample: Sample, prompt: Prompt) -> Sample:
-        steps = [] if self._cut is None else self._cut(sample)
+        steps = await self._steps(sample)
+        if isinstance(steps, Failure):
+            assert self._cut is not None
+            whole = self._cut.uncut(sample)
+            return with_steps(sample, whole, [0.0] * len(whole)).with_reward(None)
         if self._cut is not None:
             sample = with_steps(sample, steps, [0.0] * len(steps))
         if not sample.status.trainable or not self._functions:
@@ -92,14 +99,26 @@ class RewardRunner:
             sample = with_steps(sample, steps, [sum(of_step) for of_step in zip(*weighted, strict=True)])
         return sample.with_reward(sum(f.weight * parts[f.label] for f in self._functions), parts)
 
+    async def _steps(self, sample: Sample) -> list[Step] | Failure:
+        """Where the pattern ends them, within the deadline; the event loop goes on meanwhile."""
+        if self._cut is None:
+            return []
+        try:
+            steps = await asyncio.to_thread(self._cut, sample, self._config.timeout_s)
+        except TimeoutError:
+            failure = Failure("timeout", f"{self._config.steps!r} was not through its {sample.response_length} tokens within {self._config.timeout_s:g} s")
+            self._count(_STEPS, failure, sample)
+            return failure
+        self._streaks[_STEPS].length = 0
+        return steps
+
     async def _counted(self, function: RewardFunction, sample: Sample, prompt: Prompt, text: str, steps: list[str] | None) -> Answer | Failure:
         if function.place == "process":
             answer = await self._call_process(function, sample, prompt, text, steps)
         else:
             answer = await self._call_here(function, sample, prompt, text, steps)
         if isinstance(answer, Failure):
-            if self._error is None and not self._closed:
-                self._count(function, answer, sample)
+            self._count(function.label, answer, sample)
         else:
             self._streaks[function.label].length = 0
         return answer
@@ -129,18 +148,20 @@ class RewardRunner:
             return Failure("timeout", f"it did not come back within {self._config.timeout_s:g} s and was cancelled")
         return Failure("raised", "it was cancelled from inside") if task.cancelled() else answered(task.result(), steps)
 
-    def _count(self, function: RewardFunction, failure: Failure, sample: Sample) -> None:
-        key = f"{function.label}/{failure.kind}"
+    def _count(self, label: str, failure: Failure, sample: Sample) -> None:
+        if self._error is not None or self._closed:
+            return
+        key, name = f"{label}/{failure.kind}", label if label == _STEPS else f"reward function {label!r}"
         self.counters[key] += 1
         if self.counters[key] == 1:
-            logger.warning("reward function %r gave no reward for sample %s (%s): %s", function.label, sample.sample_id, failure.kind, failure.detail)
-        streak = self._streaks[function.label]
+            logger.warning("%s gave no reward for sample %s (%s): %s", name, sample.sample_id, failure.kind, failure.detail)
+        streak = self._streaks[label]
         streak.length += 1
         streak.last = failure
         if streak.length >= self._config.max_failures:
-            kinds = ", ".join(f"{count} x {k}" for k, count in sorted(self.counters.items()) if k.startswith(f"{function.label}/"))
+            kinds = ", ".join(f"{count} x {k}" for k, count in sorted(self.counters.items()) if k.startswith(f"{label}/"))
             self._error = RewardError(
-                f"reward function {function.label!r} failed {streak.length} times in a row (reward.max_failures = {self._config.max_failures}; "
+                f"{name} failed {streak.length} times in a row (reward.max_failures = {self._config.max_failures}; "
                 f"in all: {kinds}). The last one, for sample {sample.sample_id}: {failure.kind}: {failure.detail}"
             )
             if self._pool is not None:

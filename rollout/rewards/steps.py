@@ -11,12 +11,13 @@ Example: with the pattern "\\n" the answer "2+3=5\\n5*4=20\\n" has the steps "2+
 from __future__ import annotations
 
 import hashlib
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
+
+import regex
 
 from miles.config import ConfigError
 from miles.data.pieces import Pieces
@@ -45,35 +46,51 @@ class StepCutter:
     """
 
     def __init__(self, pattern: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._pattern = re.compile(pattern)
+        self._pattern = regex.compile(pattern)
         try:
             self._pieces = Pieces(tokenizer)
         except ValueError as error:
             raise ConfigError(f"reward.steps cuts answers between tokens: {error}") from error
         self._silent = set(tokenizer.all_special_ids)
 
-    def __call__(self, sample: Sample) -> list[Step]:
-        """The steps in order. A token that ends one and begins another belongs to the first; tokens that write nothing begin no step."""
-        pieces = [b"" if token in self._silent else piece for token, piece in zip(*self._written(sample), strict=True)]
+    def __call__(self, sample: Sample, timeout_s: float | None = None) -> list[Step]:
+        """The steps in order. A token that ends one and begins another belongs to the first; tokens that write nothing begin no step.
+
+        Other threads run while it looks for matches. Raises TimeoutError where that takes longer than `timeout_s`: some patterns take a time
+        that doubles with every character of an unlucky answer.
+        """
+        pieces = self._written(sample)
         if not pieces:
             return []
         # Bytes that are no character survive the way there and back as one character each.
         text = b"".join(pieces).decode(errors="surrogateescape")
         ends = list(accumulate(map(len, pieces)))
-        last_bytes = (len(text[: found.end()].encode(errors="surrogateescape")) for found in self._pattern.finditer(text) if found.end() > found.start())
-        cuts = sorted({1 + bisect_left(ends, byte) for byte in last_bytes})
+        matches = [found.end() for found in self._pattern.finditer(text, timeout=timeout_s, concurrent=True) if found.end() > found.start()]
+        last_bytes = accumulate(len(text[start:stop].encode(errors="surrogateescape")) for start, stop in pairwise([0, *matches]))
         written = len(pieces)
         while written and not pieces[written - 1]:
             written -= 1
-        edges = [0, *(cut for cut in cuts if cut < written), len(pieces)]
-        return [
-            Step(start, stop, b"".join(pieces[start:stop]).decode(errors="replace"), hashlib.blake2b(b"".join(pieces[:start]), digest_size=8).hexdigest())
-            for start, stop in pairwise(edges)
-        ]
+        cuts = sorted({1 + bisect_left(ends, byte) for byte in last_bytes})
+        return _between(pieces, [0, *(cut for cut in cuts if cut < written), len(pieces)])
 
-    def _written(self, sample: Sample) -> tuple[list[int], list[bytes]]:
+    def uncut(self, sample: Sample) -> list[Step]:
+        """All of the answer as one step."""
+        pieces = self._written(sample)
+        return _between(pieces, [0, len(pieces)]) if pieces else []
+
+    def _written(self, sample: Sample) -> list[bytes]:
+        """What each token of the response writes."""
         ids = sample.response_tokens.tolist()
-        return ids, self._pieces.of(ids)
+        return [b"" if token in self._silent else piece for token, piece in zip(ids, self._pieces.of(ids), strict=True)]
+
+
+def _between(pieces: Sequence[bytes], edges: Sequence[int]) -> list[Step]:
+    steps, before = [], hashlib.blake2b(digest_size=8)
+    for start, stop in pairwise(edges):
+        written = b"".join(pieces[start:stop])
+        steps.append(Step(start, stop, written.decode(errors="replace"), before.hexdigest()))
+        before.update(written)
+    return steps
 
 
 def with_steps(sample: Sample, steps: Sequence[Step], rewards: Sequence[float]) -> Sample:

@@ -13,6 +13,7 @@ from rollout.config import RewardConfig, RewardItem
 from rollout.rewards.registry import resolve
 from rollout.rewards.runner import RewardRunner
 from rollout.rewards.steps import StepCutter
+from rollout.rewards.values import RewardError
 from tests.rollout.tokenizers_for_rewards import tokenizer
 
 GRADERS = "tests.rollout.graders"
@@ -96,6 +97,43 @@ def test_anything_but_a_number_for_each_step_is_a_failure_and_the_steps_stay(wha
     assert sample.reward is None
     assert rewards.counters[f"{GRADERS}:wrong_steps/{'nan' if what == 'nan' else 'steps'}"] == 1
     assert [type(turn) for turn in turns_of(sample) or []] == [TurnRecord, TurnRecord]
+
+
+UNLUCKY = "(a|aa)+\\.", "a" * 100
+"""A pattern and an answer that take longer than the age of the universe."""
+
+
+def test_an_answer_that_the_pattern_is_lost_in_costs_a_deadline_and_the_loop_goes_on() -> None:
+    pattern, text = UNLUCKY
+    rewards = RewardRunner(RewardConfig(functions=[RewardItem(name=f"{GRADERS}:lengths_of_steps")], steps=pattern, timeout_s=0.2), TOKENIZER)
+
+    async def case() -> tuple[list[Sample], int]:
+        scoring, rounds = asyncio.ensure_future(rewards.score([said(text), said("aa.a.")], PROMPT)), 0
+        while not scoring.done():
+            await asyncio.sleep(0.01)
+            rounds += 1
+        return scoring.result(), rounds
+
+    try:
+        (lost, cut), rounds = asyncio.run(case())
+    finally:
+        rewards.close()
+    assert rounds > 2, "nothing else had its turn"
+    assert lost.reward is None
+    assert rewards.counters["reward.steps/timeout"] == 1
+    (whole,) = turns_of(lost) or []
+    assert (whole.start, whole.stop, whole.reward) == (0, 101, 0.0), "estimators by turns need some of every sample"
+    assert cut.reward == 3 + 2
+
+
+def test_a_pattern_that_is_always_lost_ends_the_run() -> None:
+    pattern, text = UNLUCKY
+    rewards = RewardRunner(RewardConfig(functions=[RewardItem(name=f"{GRADERS}:lengths_of_steps")], steps=pattern, timeout_s=0.05, max_failures=2), TOKENIZER)
+    try:
+        with pytest.raises(RewardError, match=r"^reward\.steps failed 2 times in a row .* was not through its 101 tokens within 0\.05 s"):
+            asyncio.run(rewards.score([said(text)] * 2, PROMPT))
+    finally:
+        rewards.close()
 
 
 def test_a_function_of_steps_needs_a_pattern_and_a_pattern_needs_one() -> None:
