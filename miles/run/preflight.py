@@ -18,7 +18,9 @@ from miles.run.machine import MIB
 from miles.run.recipe import ClusterConfig, EvaluateRecipe, PreferenceRecipe, RewardModelRecipe, RLRecipe, SFTRecipe, lora_of
 from miles.tracking.config import TrackingConfig
 from miles.tracking.wandb_sink import has_key
+from rollout.config import RolloutConfig, TeacherEngineConfig
 from rollout.endpoint import check_endpoint
+from rollout.engines.sglang_args import model_facts, server_arguments
 from rollout.rewards.registry import resolve
 from trainer.config import TrainerConfig
 from trainer.fsdp.plan import describe
@@ -49,9 +51,9 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     for name in recipe.algorithm.part_weights:
         if name not in rewards:
             raise ConfigError(f"algorithm.part_weights has {name!r}, which is no reward function of this recipe{nearest(name, rewards)}")
-    _check_engine("rollout", recipe.rollout.engine)
-    if teachers is not None:
-        _check_engine("teacher_engine", teachers.engine)
+    _check_engine("rollout", recipe.rollout, recipe.model)
+    if distill is not None and teachers is not None:
+        _check_engine("teacher_engine", teachers, recipe.model.model_copy(update={"path": distill.teacher}))
     _check_transport(recipe.weight_sync)
     _check_backend(recipe)
     adapters = _check_lora(recipe)
@@ -100,7 +102,7 @@ def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
     _check_model(recipe.model)
     _check_data("evaluate.data.paths", recipe.evaluate.data.paths)
     resolve(recipe.reward)
-    _check_engine("rollout", recipe.rollout.engine)
+    _check_engine("rollout", recipe.rollout, recipe.model)
     _check_tracking(recipe.tracking)
     terms = footprint.engine_terms(recipe.model, recipe.rollout, footprint.parameters(Path(recipe.model.path)), sent=0)
     _check_cluster(recipe.cluster, engine_demands(recipe.rollout), terms, {})
@@ -151,9 +153,17 @@ def _check_data(key: str, paths: list[str]) -> None:
             raise ConfigError(f"{key}: {path!r} is no file{near if near != '; valid: ' else ''} (paths are relative to {os.getcwd()})")
 
 
-def _check_engine(section: str, engine: str) -> None:
-    if engine == "sglang" and importlib.util.find_spec("sglang") is None:
+def _check_engine(section: str, config: RolloutConfig | TeacherEngineConfig, model: ModelConfig) -> None:
+    if config.engine != "sglang":
+        return
+    if importlib.util.find_spec("sglang") is None:
         raise ConfigError(f"{section}.engine = 'sglang', but SGLang is not installed: run `bash scripts/install --test`, or use {section}.engine=torch")
+    if Path(model.path).is_dir():
+        served = RolloutConfig(gpus_per_engine=config.gpus_per_engine, threads=config.threads, sglang_args=config.sglang_args)
+        try:
+            server_arguments(model, served, model_facts(model), 0)
+        except ValueError as error:
+            raise ConfigError(f"{section}.engine = 'sglang': {error}") from error
 
 
 def _check_transport(weight_sync: WeightSyncConfig) -> None:

@@ -24,6 +24,21 @@ CONTEXT_SLACK = 8
 CPU_CACHE_BYTES = 2**30
 
 
+_ELSEWHERE = {
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "context_length": "model.context",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_running_requests": "rollout.max_running",
+    "enable_lora": "[lora]",
+    "lora_paths": "[lora]",
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.targets",
+}
+"""Arguments whose values other parts of the product must know, by the option that has them."""
+_OWN = ("host", "port", "api_key", "weight_version", "custom_weight_loader")
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """What the server's arguments and its requests depend on, read from the model directory's JSON files."""
@@ -64,8 +79,10 @@ def server_arguments(
     """SGLang's ServerArgs by name, with `more` of ours; `rollout.sglang_args` has the last word. Host, port and API key are not among them.
 
     Raises:
-        ValueError: `model.true_on_policy` on a GPU or with tensor parallelism.
+        ValueError: `sglang_args` has one that is set elsewhere, or a number of ranks that is none; `model.true_on_policy` on a GPU or with tensor
+            parallelism.
     """
+    _check_given(rollout_config.sglang_args)
     arguments: dict[str, Any] = {
         "model_path": str(facts.folder),
         "dtype": model.dtype,
@@ -90,6 +107,17 @@ def server_arguments(
             f"tp_size = {arguments.get('tp_size', 1)}: set them to 0 and 1, or true_on_policy = false"
         )
     return arguments
+
+
+def _check_given(sglang_args: dict[str, Any]) -> None:
+    for name, value in sglang_args.items():
+        plain = name.replace("-", "_")
+        if plain in _ELSEWHERE:
+            raise ValueError(f"sglang_args has {name} = {value!r}: set {_ELSEWHERE[plain]} instead")
+        if plain in _OWN:
+            raise ValueError(f"sglang_args has {name}, which each engine chooses by itself: leave it out")
+        if plain == "tp_size" and (type(value) is not int or value < 1):
+            raise ValueError(f"sglang_args has {name} = {value!r}, which must be a whole number of at least 1")
 
 
 def server_environment(model: ModelConfig, rollout_config: RolloutConfig, facts: ModelFacts, arguments: dict[str, Any], scratch: Path) -> dict[str, str]:

@@ -239,6 +239,19 @@ def test_a_weight_store_that_cannot_be_used_is_refused(recipe, options, message)
     assert message in refused(recipe(*options))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["rollout.sglang_args.port=30000"], "sglang_args has port, which each engine chooses by itself"),
+        (["rollout.sglang_args.max-running-requests=4"], "sglang_args has max-running-requests = 4: set rollout.max_running instead"),
+        (['rollout.sglang_args.tp_size="two"'], "tp_size = 'two', which must be a whole number"),
+        (["rollout.sglang_args.tp_size=2", "model.true_on_policy=true"], "model.true_on_policy with rollout.engine = 'sglang' needs one rank on CPU"),
+    ],
+)
+def test_arguments_that_an_sglang_engine_cannot_take_are_refused(recipe, options, message):
+    assert message in refused(recipe("rollout.engine=sglang", *options))
+
+
 def test_a_weight_store_in_the_place_of_a_file_is_refused(recipe):
     Path("afile").touch()
     assert "weight_sync.store = 'afile' is a file" in refused(recipe("weight_sync.transport=delta", "weight_sync.store=afile"))
