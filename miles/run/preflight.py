@@ -53,7 +53,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
             raise ConfigError(f"algorithm.part_weights has {name!r}, which is no reward function of this recipe{nearest(name, rewards)}")
     _check_engine("rollout", recipe.rollout, recipe.model)
     if distill is not None and teachers is not None:
-        _check_engine("teacher_engine", teachers, recipe.model.model_copy(update={"path": distill.teacher}))
+        _check_engine("teacher_engine", teachers, recipe.model.model_copy(update={"path": distill.teacher, "context": None, "true_on_policy": False}))
     _check_transport(recipe.weight_sync)
     _check_backend(recipe)
     adapters = _check_lora(recipe)
