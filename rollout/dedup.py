@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from rollout.claim_table import Claim, Outcome
@@ -90,22 +91,28 @@ class DataOwner:
         self._name, self._prompts, self._server, self._table, self._public_key = name, prompts, server, table, public_key
         self._unlabelled = deque(range(len(prompts)))
         self._index: dict[str, int] = {}
-        self._duplicates: dict[str, None] = {}  # another's at present, in order
+        self._open: dict[str, None] = {}  # neither taken nor ended, so another's at present; in order
 
     def take(self, n: int) -> list[Won]:
-        """At most `n` prompts to train now: new ones first, then those that others gave up. Fewer where all else is others' or has ended."""
+        """At most `n` prompts to train now: new ones first, then those that others gave up. Fewer where all else is others' or has ended.
+
+        What the server or the table raises may be answered by another call: nothing is lost on the way.
+        """
         won: list[Won] = []
         while len(won) < n and self._unlabelled:
             won += self._claim(self._label(n - len(won)), n)
-        if len(won) < n and self._duplicates:
-            won += self._claim(list(self._duplicates), n - len(won))
+        if len(won) < n:
+            ours = {one.claim.key for one in won}
+            won += self._claim([key for key in self._open if key not in ours], n - len(won))
+        for one in won:
+            del self._open[str(one.claim.key)]
         return won
 
     def trained(self, won: Won) -> bool:
         """Whether the prompt counts as trained by this owner. False: the claim was lost to a lease that ran out, and the update must leave it out."""
         ended: bool = self._table.end(won.claim, Outcome.TRAINED)
         if not ended:
-            self._duplicates[str(won.claim.key)] = None
+            self._open[str(won.claim.key)] = None
         return ended
 
     def heartbeat(self) -> None:
@@ -115,22 +122,26 @@ class DataOwner:
     @property
     def done(self) -> bool:
         """Nothing is left to take: every prompt was this owner's in `take`, or was ended by another."""
-        return not self._unlabelled and not self._duplicates
+        return not self._unlabelled and not self._open
 
     def _label(self, n: int) -> list[str]:
         """Labels of the next `n` prompts, registered; those that this owner has had before are left out."""
-        indices = [self._unlabelled.popleft() for _ in range(min(n, len(self._unlabelled)))]
-        new = []
-        for index, label in zip(indices, labels([self._prompts[i] for i in indices], self._server, self._public_key), strict=True):
+        rows = list(islice(self._unlabelled, n))
+        new: dict[str, int] = {}
+        for row, label in zip(rows, labels([self._prompts[row] for row in rows], self._server, self._public_key), strict=True):
             if label not in self._index:
-                self._index[label] = index
-                new.append(label)
-        self._table.add(new)
-        return new
+                new.setdefault(label, row)
+        self._table.add(list(new))
+        for _ in rows:
+            self._unlabelled.popleft()
+        self._index |= new
+        self._open |= dict.fromkeys(new)
+        return list(new)
 
     def _claim(self, keys: list[str], n: int) -> list[Won]:
+        if not keys:
+            return []
         claims, ended = self._table.claim_among(self._name, keys, n)
-        self._duplicates |= dict.fromkeys(keys)
-        for key in [*ended, *(claim.key for claim in claims)]:
-            self._duplicates.pop(key, None)
+        for key in ended:
+            del self._open[key]
         return [Won(self._index[str(claim.key)], claim) for claim in claims]

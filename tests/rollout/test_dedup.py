@@ -74,3 +74,50 @@ def test_a_silent_owners_prompts_go_to_those_who_have_them_and_its_late_ends_are
     assert bob.done
     assert ann.take(2) == []
     assert ann.done
+
+
+class Failing:
+    """A server or a table whose calls of one kind fail now and then, before or after they are carried out."""
+
+    def __init__(self, behind, method, *, after):
+        self._behind, self._method, self._after, self.calls = behind, method, after, 0
+
+    def __getattr__(self, name):
+        whole = getattr(self._behind, name)
+        if name != self._method:
+            return whole
+
+        def failing(*args):
+            self.calls += 1
+            if self.calls % 2 == 0:
+                return whole(*args)
+            if self._after:
+                whole(*args)
+            raise ConnectionError(name)
+
+        return failing
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["not carried out", "answer lost"])
+@pytest.mark.parametrize("method", ["evaluate", "add", "claim_among"])
+def test_a_call_that_fails_loses_no_prompt(method, after):
+    """Another owner has `b` at first, so that some are taken by a second call within one `take`."""
+    server, clock = KeyServer(SEED), Clock()
+    table = ClaimTable(lease_s=1000, clock=clock)
+    other = DataOwner("bob", ["b"], server, table, server.public_key())
+    (b,) = other.take(1)
+    failing = Failing(server if method == "evaluate" else table, method, after=after)
+    ann = DataOwner("ann", ["a", "b", "c", "d", "a"], *((failing, table) if method == "evaluate" else (server, failing)), server.public_key())
+    trained = []
+    for round_number in range(20):
+        if round_number == 10:
+            table.leave("bob")
+        try:
+            won = ann.take(3)
+        except ConnectionError:
+            continue
+        trained += [one.row for one in won if ann.trained(one)]
+    assert sorted(trained) == [0, 1, 2, 3]
+    assert ann.done
+    assert failing.calls > 2
+    assert not other.trained(b)
