@@ -76,6 +76,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     apart = recipe.evaluate.engines
     shared = footprint.shared_memory_terms(recipe.model, recipe.rollout, recipe.weight_sync.transport, sent, apart=apart, adapters=alone)
     _check_cluster(recipe.cluster, rl_demands(recipe), terms, shared)
+    _check_layers(recipe)
 
 
 def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
@@ -93,6 +94,7 @@ def check_supervised(resolved: Resolved[S], *, resume: bool = False) -> None:
     count = footprint.parameters(Path(recipe.model.path))
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=reference, adapters=adapters)
     _check_cluster(recipe.cluster, trainer_demands(recipe.trainer), terms, {})
+    _check_layers(recipe)
 
 
 def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
@@ -106,6 +108,7 @@ def check_evaluate(resolved: Resolved[EvaluateRecipe]) -> None:
     _check_tracking(recipe.tracking)
     terms = footprint.engine_terms(recipe.model, recipe.rollout, footprint.parameters(Path(recipe.model.path)), sent=0)
     _check_cluster(recipe.cluster, engine_demands(recipe.rollout), terms, {})
+    _check_decodable(recipe.rollout, recipe.model)
 
 
 def _rewards(recipe: RLRecipe) -> list[str]:
@@ -184,7 +187,6 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
     if recipe.trainer.balance_coef and (kind := _model_type(recipe.model)) not in (None, "qwen3_moe"):
         raise ConfigError(f"trainer.balance_coef = {recipe.trainer.balance_coef:g} is for qwen3_moe models, and model.path is a {kind}: set it to 0")
     if recipe.trainer.backend != "megatron":
-        _check_fsdp(recipe)
         return
     if importlib.util.find_spec("megatron") is None:
         raise ConfigError("trainer.backend = 'megatron', but Megatron-Core is not installed: run `bash scripts/install --test`, or use trainer.backend=fsdp")
@@ -201,19 +203,33 @@ def _check_backend(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModel
         megatron_plan(recipe.model.model_copy(update={"path": path}), recipe.trainer, lora_of(recipe) if option == "model.path" else None)
 
 
-def _check_fsdp(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> None:
-    """What `trainer.fsdp.fits` finds of models whose files are here."""
-    lora = lora_of(recipe)
-    if not (recipe.trainer.frozen or lora is not None or recipe.trainer.tensor_parallel > 1 or recipe.trainer.activations == "hilore"):
-        return
-    from trainer.fsdp import fits  # takes seconds
+def _check_layers(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRecipe) -> None:
+    """What trainer ranks and engines would find as they build models whose files are here. The last of all checks: it imports torch."""
+    from trainer.fsdp import fits
 
     try:
-        if Path(recipe.model.path).is_dir():
-            fits.check(recipe.model, recipe.trainer, lora, reward_head=isinstance(recipe, RewardModelRecipe))
+        if recipe.trainer.backend == "fsdp" and Path(recipe.model.path).is_dir():
+            fits.check(recipe.model, recipe.trainer, lora_of(recipe), reward_head=isinstance(recipe, RewardModelRecipe))
         for path in _others(recipe).values():
-            if Path(path).is_dir():
+            if recipe.trainer.backend == "fsdp" and Path(path).is_dir():
                 fits.check_layers(path, recipe.trainer, trust_remote_code=recipe.model.trust_remote_code)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if isinstance(recipe, RLRecipe):
+        _check_decodable(recipe.rollout, recipe.model)
+
+
+def _check_decodable(rollout: RolloutConfig, model: ModelConfig) -> None:
+    """By the torch engine, for a model whose files are here."""
+    if rollout.engine != "torch" or not Path(model.path).is_dir():
+        return
+    import torch
+
+    from miles.core.model.decode import check_decodable
+    from trainer.fsdp.loading import shell_of
+
+    try:
+        check_decodable(shell_of(model.path, getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

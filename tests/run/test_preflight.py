@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from miles.config import ConfigError, Resolved, load
 from miles.core.model.config import LoraConfig, ModelConfig
@@ -271,12 +271,15 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models whose layers do not fit everything: `dense`, `moe` and `mistral`, which looks back 16 tokens."""
+    """A folder of models whose layers do not fit everything: `dense`, `moe`, `mistral`, which looks back 16 tokens, `capped`, whose logits are, and
+    `long`, whose rotary embedding knows the longest sequence."""
     folder = tmp_path_factory.mktemp("models")
     configs = {
         "dense": Qwen3Config(**SMALL),
         "moe": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
         "mistral": MistralConfig(**SMALL, sliding_window=16),
+        "capped": Gemma2Config(**SMALL, final_logit_softcapping=30.0),
+        "long": Qwen3Config(**SMALL, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
     }
     for name, config in configs.items():
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
@@ -297,6 +300,9 @@ HILORE = "trainer.activations=hilore"
         ("dense", [HILORE, "model.true_on_policy=true"], "must foresee every byte"),
         ("moe", [HILORE], "is for dense models"),
         ("mistral", [HILORE], "looks back 16 of 131072 tokens"),
+        ("moe", ["model.true_on_policy=true"], "has no batch-invariant version: set model.true_on_policy = false"),
+        ("capped", [], "config.final_logit_softcapping = 30.0 changes the logits after the output head"),
+        ("long", [], "the torch engine cannot decode Qwen3ForCausalLM: its rotary embedding (dynamic) depends on the longest sequence"),
         ("dense", ['trainer.frozen=["nothing.*"]'], "trainer.frozen has 'nothing.*', which matches no parameter"),
         ("dense", ["lora.rank=4", 'trainer.frozen=["nothing.*"]'], "trainer.frozen has 'nothing.*', which matches no parameter"),
         ("dense", ["lora.rank=4", 'trainer.frozen=["*.lora_?.*"]'], "leaves nothing to train"),

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
+from miles.core.model.batch_invariant import make_batch_invariant
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import longest_sequence
 from miles.core.model.lora import add_adapters, target_names
+from miles.core.model.packed import output_head
 from miles.core.model.reward import add_reward_head
 from trainer.config import TrainerConfig
 from trainer.fsdp.loading import shell_of
@@ -21,25 +23,28 @@ def check(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig | None, *
     """Of a policy, or with `reward_head` a reward model, in a folder.
 
     Raises:
-        ValueError: layers that do not divide over tensor ranks, a pattern of `frozen` or a target of `lora` that matches nothing, or a model whose
-            activations cannot be foreseen.
+        ValueError: an output head that cannot be scored, layers that do not divide over tensor ranks or have no batch-invariant version, a pattern of
+            `frozen` or a target of `lora` that matches nothing, or a model whose activations cannot be foreseen.
     """
     check_divided(model, trainer, lora)
     if trainer.activations == "hilore":
         hilore.check_operators(exact=model.true_on_policy)
     shell = shell_of(model.path, torch.float32, trust_remote_code=model.trust_remote_code)
+    if reward_head:
+        add_reward_head(shell, 0)
+    else:
+        output_head(shell)
     if trainer.tensor_parallel > 1:
         styles_of(shell, trainer.tensor_parallel)
     if trainer.activations == "hilore":
         hilore.check(shell, longest_sequence(model))
     if lora is not None:
         target_names(shell, lora)
-    if trainer.frozen:
-        if reward_head:
-            add_reward_head(shell, 0)
-        if lora is not None:
+        if trainer.frozen or model.true_on_policy:
             add_adapters(shell, lora, 0)
-        freeze(shell, trainer.frozen)
+    freeze(shell, trainer.frozen)
+    if model.true_on_policy:
+        make_batch_invariant(shell)
 
 
 def check_layers(path: str | Path, trainer: TrainerConfig, *, trust_remote_code: bool) -> None:

@@ -122,6 +122,12 @@ class Decoder:
             raise ValueError(_unsupported(self._model, "its forward does more than embedding, layers and norm"))
 
 
+def check_decodable(model: PreTrainedModel) -> None:
+    """What can be said of a model without weights. Raises ValueError as `Decoder`, which finds the rest by a forward."""
+    _body(model)
+    output_head(model)
+
+
 def _body(model: PreTrainedModel) -> Any:
     body: Any = model.get_decoder()
     missing = [name for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not isinstance(getattr(body, name, None), nn.Module)]
