@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from rollout.config import EvaluateConfig, SamplingConfig
 from rollout.engines.contracts import SamplingParams
 from rollout.fleet import Fleet
 from rollout.rewards.steps import StepCutter
+
+logger = logging.getLogger(__name__)
 
 EVALUATION_TIMEOUT_S = 3600.0
 ATTEMPTS = 3
@@ -90,6 +93,8 @@ async def _answers(fleet: Fleet, tasks: Sequence[GroupTask], heal: Callable[[], 
         missing = [task for task in tasks if answered[task.claim_id].kind == "engine_died"]
         if not missing:
             break
+    else:
+        logger.warning("%d of %d groups of answers count as not solved: engines died over each of them %d times", len(missing), len(tasks), ATTEMPTS)
     return [answered[task.claim_id] for task in tasks]
 
 

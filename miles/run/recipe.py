@@ -128,6 +128,10 @@ class RLRecipe(Section):
             raise ValueError(
                 f"rollout.extra_prompts = {extra} does not go with {other}: it is for a trainer that waits for the slowest group, prompts and all; set it to 0"
             )
+        if extra and self.rollout.max_attempts == 1:
+            raise ValueError(
+                f"rollout.extra_prompts = {extra} aborts groups to try them again, and rollout.max_attempts = 1 gives each up at once: use at least 2"
+            )
         if self.rollout.temperature == 0:
             raise ValueError("rollout.temperature = 0 samples greedily: every sample of a group would be the same; use a temperature above 0")
         if self.model.true_on_policy and self.model.dtype != "float32":

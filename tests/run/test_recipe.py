@@ -36,6 +36,7 @@ def test_a_group_of_one_is_taken_by_a_critic() -> None:
         (["algorithm.advantages=gigpo"], "say in reward.steps what ends a step of it and name a reward function that takes `steps`, or use 'grpo'"),
         (["trainer.balance_coef=0.1", "trainer.backend=megatron"], "trainer.balance_coef = 0.1 is for trainer.backend = 'fsdp'"),
         (["rollout.extra_prompts=2", "run.max_staleness=1"], "rollout.extra_prompts = 2 does not go with run.max_staleness = 1"),
+        (["rollout.extra_prompts=2", "rollout.max_attempts=1"], "rollout.extra_prompts = 2 aborts groups to try them again, and rollout.max_attempts = 1"),
         (["evaluate.engines=1"], "evaluate.engines = 1 without evaluate.every: they have nothing to do; set it to 0"),
         (["reward.steps=("], "reward.steps = '('"),
         (["critic.lr=1e-4"], "[critic] with algorithm.advantages = 'grpo', which reads no values: use 'gae'"),
