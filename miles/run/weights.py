@@ -105,15 +105,20 @@ def _trainer(recipe: RLRecipe) -> tuple[list[TensorSpec], list[list[Slice]], dic
     if recipe.trainer.backend == "megatron":
         from trainer.megatron.architecture import architecture_of
         from trainer.megatron.layout import layout_of
-        from trainer.megatron.names import held_by, shapes
+        from trainer.megatron.names import adapters_of, held_by, shapes
 
         architecture, layout = architecture_of(config), layout_of(recipe.trainer)
         architecture.check(layout)
+        if recipe.served_lora is not None:
+            architecture = adapters_of(architecture, recipe.served_lora)
         specs = [TensorSpec(name, shape, recipe.model.dtype) for name, shape in shapes(architecture).items()]
         held = [[one.block.slice for blocks in held_by(architecture, layout, rank).values() for one in blocks] for rank in range(ranks)]
         return specs, held, {spec.name: (spec.name, Block(spec.name, full(spec.shape), full(spec.shape))) for spec in specs}
     from trainer.fsdp.export import AdapterExporter, Exporter
 
+    if recipe.trainer.tensor_parallel > 1:
+        raise ValueError(f"trainer.tensor_parallel = {recipe.trainer.tensor_parallel}: which slices fsdp's ranks then hold is not told; use 1, or 'megatron'")
+    shards = ranks // recipe.trainer.replicas  # ranks of a replica stand side by side
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.model.trust_remote_code)
         if recipe.lora is not None:
@@ -122,7 +127,7 @@ def _trainer(recipe: RLRecipe) -> tuple[list[TensorSpec], list[list[Slice]], dic
             add_adapters(model, recipe.lora, seed=0)
     served = recipe.served_lora
     exporter = Exporter(model, dtype, 0) if served is None else AdapterExporter(model, served, dtype, 0)
-    return exporter.specs(), [exporter.planned(ranks, rank) for rank in range(ranks)], exporter.places()
+    return exporter.specs(), [exporter.planned(shards, rank % shards) for rank in range(ranks)], exporter.places()
 
 
 def _engine(recipe: RLRecipe, specs: Sequence[TensorSpec], places: dict[str, tuple[str, Block]]) -> list[dict[str, tuple[str, Block]]]:

@@ -58,6 +58,19 @@ def test_owners_make_up_every_tensor_of_the_file(recipe: Path, tiny_model: Path,
         assert (counts == 1).all(), row.spec.name
 
 
+@pytest.mark.parametrize(
+    ("overrides", "copies"), [(["trainer.ranks=4", "trainer.replicas=2"], 2), (["lora.rank=4"], 1), (["lora.rank=4", "trainer.backend=megatron"], 2)]
+)
+def test_replicas_hold_every_slice_again_and_of_adapters_nothing_else_is_told(recipe: Path, overrides: list[str], copies: int) -> None:
+    rows = mapped(recipe, *overrides).rows
+    assert all((".lora_" in row.spec.name) == ("lora.rank=4" in overrides) for row in rows)
+    for row in rows:
+        counts = np.zeros(row.spec.shape, int)
+        for ranges, ranks in row.owners.items():
+            counts[tuple(slice(*r) for r in ranges)] += len(ranks)
+        assert (counts == copies).all(), row.spec.name
+
+
 def test_bytes_add_up(recipe: Path, tiny_model: Path) -> None:
     whole = sum(tensor.nbytes for tensor in load_file(tiny_model / "model.safetensors").values())
     found = mapped(recipe)
@@ -81,4 +94,6 @@ def test_layers_that_are_alike_share_a_line(recipe: Path, capsys: pytest.Capture
 def test_what_has_no_engine_and_what_does_not_divide_is_refused(recipe: Path) -> None:
     with pytest.raises(ConfigError, match=r"q_proj\.weight \[64, 64\] does not divide over 3 tensor-parallel engine ranks"):
         mapped(recipe, "rollout.engine=sglang", "rollout.sglang_args.tp_size=3")
+    with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel = 2: which slices fsdp's ranks then hold is not told"):
+        mapped(recipe, "trainer.tensor_parallel=2")
     assert cli.main(["weights", "scripts/recipes/quickstart_sft.toml"]) == 2
