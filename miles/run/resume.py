@@ -11,7 +11,7 @@ from typing import Any
 from miles.config import ConfigError
 from miles.core.checkpoint.store import CheckpointStore, read_manifest
 from miles.data.order import refuse_other_data
-from miles.run.recipe import RLRecipe, SupervisedRecipe
+from miles.run.recipe import RLRecipe, SupervisedRecipe, lora_of
 from miles.tracking.redact import redact
 from miles.tracking.tracker import CONFIG_FILE
 
@@ -22,8 +22,8 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 
 def position(recipe: RLRecipe | SupervisedRecipe, version: int) -> dict[str, Any]:
-    """What every checkpoint says of itself: the steps behind it, and the model it is of."""
-    return {"version": version, "model": {"path": recipe.model.path, "sizes": _sizes(recipe.model.path)}}
+    """What every checkpoint says of itself: the steps behind it, the model it is of, and what of that is trained."""
+    return {"version": version, "model": {"path": recipe.model.path, "sizes": _sizes(recipe.model.path)}, "trained": _trained(recipe)}
 
 
 def first_step(recipe: RLRecipe | SupervisedRecipe, checkpoints: CheckpointStore, fingerprint: str) -> int | None:
@@ -34,7 +34,7 @@ def first_step(recipe: RLRecipe | SupervisedRecipe, checkpoints: CheckpointStore
     Args:
         fingerprint: of the data and its order.
     Raises:
-        ConfigError: the checkpoint's position was counted in other data, or it is of a model of another size.
+        ConfigError: the checkpoint's position was counted in other data, or it is of a model of another size or of other trained parts of one.
     """
     latest = checkpoints.latest()
     if latest is None:
@@ -42,6 +42,7 @@ def first_step(recipe: RLRecipe | SupervisedRecipe, checkpoints: CheckpointStore
         return None
     extra = read_manifest(latest)["extra"]
     _refuse_other_sizes(extra, recipe.model.path)
+    _refuse_other_parts(extra.get("trained", {}), _trained(recipe))
     refuse_other_data(extra["producer"]["stream"] if "producer" in extra else extra["stream"], fingerprint)
     kept = checkpoints.root.parent / CONFIG_FILE
     if kept.is_file():
@@ -64,6 +65,24 @@ def _refuse_other_sizes(extra: dict[str, Any], path: str) -> None:
                 f"--resume: model.path = {path!r} has {name} = {here[name]}, but the checkpoint is of {kept['path']!r} with {name} = {kept['sizes'][name]}. "
                 "Go on with the model that the run began with, or name a new run.folder"
             )
+
+
+def _refuse_other_parts(kept: dict[str, Any], here: dict[str, Any]) -> None:
+    """As `_refuse_other_sizes`, of what `_trained` gives."""
+    both = [name for name in here if name in kept and [] not in (kept[name], here[name])]  # no targets: all that the model has, whichever these are
+    for name in (name for name in both if kept[name] != here[name]):
+        raise ConfigError(
+            f"--resume: {name} is {here[name]}, but the checkpoint is of a run in which it was {kept[name]}, and has other tensors than this one would. "
+            "Go on with what the run began with, or name a new run.folder"
+        )
+
+
+def _trained(recipe: RLRecipe | SupervisedRecipe) -> dict[str, Any]:
+    """What the names and shapes of the trained tensors depend on, beside the model."""
+    lora, critic = lora_of(recipe), getattr(recipe, "critic", None)
+    of_lora = {} if lora is None else {"lora.rank": lora.rank, "lora.targets": sorted(set(lora.targets)), "lora.dora": lora.dora}
+    sections = {"[lora]": lora, "[critic]": critic}
+    return {"trainer.backend": recipe.trainer.backend} | {name: "left out" if s is None else "given" for name, s in sections.items()} | of_lora
 
 
 def _sizes(path: str) -> dict[str, int]:

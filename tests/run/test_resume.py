@@ -13,6 +13,8 @@ from miles.core.checkpoint.store import MANIFEST, CheckpointStore
 from miles.run.recipe import SFTRecipe
 from miles.run.resume import first_step, position
 
+ADAPTERS = ("lora.rank=4", 'lora.targets=["q_proj","k_proj"]')
+
 
 def recipe(*overrides: str) -> SFTRecipe:
     return load(SFTRecipe, None, ["model.path=m", *overrides]).config
@@ -65,3 +67,22 @@ def test_a_model_of_another_size_is_refused_by_both_names(tmp_path: Path) -> Non
     assert first_step(small, store, "data") == 11
     with pytest.raises(ConfigError, match=rf"'{tmp_path}/large' has hidden_size = 64, but the checkpoint is of '{tmp_path}/small' with hidden_size = 32"):
         first_step(large, store, "data")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["lora.rank=8"], r"lora\.rank is 8, but the checkpoint is of a run in which it was 4"),
+        (["lora.rank=4", 'lora.targets=["q_proj"]'], r"lora\.targets is \['q_proj'\], .* in which it was \['k_proj', 'q_proj'\]"),
+        ([], r"\[lora\] is left out, .* in which it was given"),
+        ([*ADAPTERS, "trainer.backend=megatron"], r"trainer\.backend is megatron, .* in which it was fsdp"),
+    ],
+)
+def test_other_trained_parts_of_the_model_are_refused(tmp_path: Path, options: list[str], message: str) -> None:
+    begun = recipe(*ADAPTERS)
+    store = folder_of_a_run(tmp_path, step=10, extra=position(begun, 10) | {"stream": "data"})
+    again = recipe("lora.rank=4", 'lora.targets=["k_proj","q_proj"]', "lora.alpha=5", "lora.served=merged")
+    assert first_step(again, store, "data") == 11, "neither their order nor what their outputs are multiplied by is in a checkpoint"
+    assert first_step(recipe("lora.rank=4"), store, "data") == 11, "all targets may be those"
+    with pytest.raises(ConfigError, match=message):
+        first_step(recipe(*options), store, "data")
