@@ -116,7 +116,7 @@ def batch_terms(rollout: RolloutConfig, trainer: TrainerConfig, max_staleness: i
 
 
 def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: str, sent: int, *, apart: int = 0, adapters: bool = False) -> dict[str, int]:
-    """MiB under /dev/shm of one machine by reason. SGLang engines keep what the last update brought, to go back to, beside what comes: with the
+    """MiB under /dev/shm of one machine by reason. By `tensor`, torch engines serve from the last update's pages. SGLang engines keep what the last update brought, to go back to, beside what comes: with the
     `tensor` transport those that roll out share it, otherwise each has its own.
 
     Args:
@@ -125,6 +125,8 @@ def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: s
     """
     export = _mib(sent * _BYTES[model.dtype])
     terms = {"weights of an update": export} if transport == "tensor" else {}
+    if rollout.engine == "torch" and transport == "tensor" and not adapters:
+        terms["weights that torch engines serve"] = (1 + apart) * export
     if rollout.engine == "sglang":
         copies = (1 if transport == "tensor" else 2 * rollout.engines) + apart + adapters * (rollout.engines + apart)
         terms[f"{copies} x {'adapters' if adapters else 'weights'} that SGLang engines keep"] = copies * export

@@ -1,4 +1,4 @@
-"""The torch engine's side of a weight transaction: buckets are staged beside the served weights and swapped in at commit.
+"""The torch engine's side of a weight transaction: buckets are staged beside the served weights and take their place at commit, uncopied.
 
 A model with adapters takes updates of those alone, under the names of peft's files. They stay apart from the base: merged into bfloat16
 weights, what a few steps changed would be rounded away, and the engine would not sample from what the trainer trains."""
@@ -19,6 +19,9 @@ from weight_sync.transports.broadcast import Membership
 from weight_sync.transports.delta import DeltaReader
 from weight_sync.transports.p2p import ShardReader, piece_digests, received
 from weight_sync.transports.shared_memory import read_bucket
+
+_ALIGNED = 64
+"""Bytes. Products of the same numbers may differ in their last bits with the alignment of the operands; what an allocator gives has this one."""
 
 
 class StagedWeights:
@@ -44,13 +47,13 @@ class StagedWeights:
         self._manifest, self._staged, self._pieces = manifest, {}, {}
 
     def receive(self, bucket: Bucket, payload: Payload) -> None:
-        """Copies, so that the sender's memory is free again when this returns."""
+        """By the `tensor` transport nothing is copied: every engine of the machine then serves from the sender's pages, once its file has no name."""
         if self._manifest is None or bucket not in self._manifest.buckets:
             raise WeightSyncError(f"torch engine: bucket {bucket.index} does not belong to an update that has begun")
         # Bound before the wait: a read that outlives its aborted update fills that update's own dictionary, never the next one's.
         staged = self._staged
         if isinstance(payload, SharedMemory):
-            staged.update((name, tensor.clone()) for name, tensor in read_bucket(bucket, payload).items())
+            staged.update(read_bucket(bucket, payload))
         elif isinstance(payload, FromStore):
             staged.update(self._delta.read(bucket, payload, self._held().__getitem__))
         elif isinstance(payload, FromShards):
@@ -69,7 +72,7 @@ class StagedWeights:
         return piece_digests(self._staged, self._pieces) if digests else {}
 
     def commit(self, version: int) -> bool:
-        """Copy into the served tensors; the caller sees to it that no step runs. False when `version` is served already."""
+        """Serve what was staged; the caller sees to it that no step runs. False when `version` is served already."""
         if self._manifest is None and version == self.version:
             return False
         if self._manifest is None or self._manifest.version != version:
@@ -104,20 +107,24 @@ def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers under the names they have in memory, tied ones once."""
     own: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        own.setdefault(id(tensor), (name, tensor.detach()))
+        own.setdefault(id(tensor), (name, tensor))
     return dict(own.values())
 
 
 def _as_in_checkpoint(model: PreTrainedModel, name: str, own: Tensor) -> dict[str, Tensor]:
     """One tensor in memory -> the tensors that a checkpoint has for it (fused experts are many)."""
-    return revert_weight_conversion(model, {name: own})
+    return revert_weight_conversion(model, {name: own.detach()})
 
 
 def _write(model: PreTrainedModel, name: str, own: Tensor, staged: dict[str, Tensor]) -> None:
-    """Write the checkpoint's tensors to the one in memory, to whatever places its elements come from."""
+    """The checkpoint's tensor becomes the one in memory where it may; else its elements are written to whatever places they come from."""
     parts = _as_in_checkpoint(model, name, own)
     if len(parts) == 1 and next(iter(parts.values())).data_ptr() == own.data_ptr():
-        own.copy_(staged[next(iter(parts))])
+        new = staged[next(iter(parts))]
+        if new.device == own.device and new.is_contiguous() and new.data_ptr() % _ALIGNED == 0:
+            own.data = new
+        else:
+            own.copy_(new)
         return
     places = torch.arange(own.numel(), device=own.device).view(own.shape)
     for part_name, places_of_part in _as_in_checkpoint(model, name, places).items():

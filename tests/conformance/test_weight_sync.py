@@ -68,7 +68,7 @@ class Watching(EngineProcesses):
         return result
 
 
-def test_at_most_two_buckets_lie_in_shared_memory(cast: Cast, tmp_path: Path) -> None:
+def test_at_most_two_buckets_have_a_name_in_shared_memory(cast: Cast, tmp_path: Path) -> None:
     watching = Watching(cast.engines, tmp_path / "journal")
     publish(WeightSync(cast.config("tensor", bucket_mb=0.02), tmp_path / "journal", cast.trainer, watching), cast.next_version())
     assert 1 <= watching.most <= 2

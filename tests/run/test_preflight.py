@@ -200,7 +200,8 @@ def test_more_shared_memory_than_there_is_shows_the_arithmetic(recipe):
 @pytest.mark.parametrize(
     ("engine", "transport", "more", "needed"),
     [
-        ("torch", "tensor", {}, 1000),
+        ("torch", "tensor", {}, 2000),
+        ("torch", "tensor", {"apart": 2}, 4000),
         ("torch", "broadcast", {"apart": 2}, 0),
         ("sglang", "tensor", {}, 2000),
         ("sglang", "broadcast", {}, 6000),
@@ -210,7 +211,7 @@ def test_more_shared_memory_than_there_is_shows_the_arithmetic(recipe):
         ("sglang", "delta", {"adapters": True, "apart": 2}, 13000),
     ],
 )
-def test_an_update_is_in_shared_memory_whole_and_sglang_keeps_the_one_before(engine, transport, more, needed):
+def test_an_update_is_in_shared_memory_whole_beside_what_is_served(engine, transport, more, needed):
     """1000 MiB of float32 in each update, whatever the size of a bucket: files stay until each of three engines has taken all. Two that evaluate
     keep a version of their own, and with adapters each has begun with a file of zeros."""
     rollout = RolloutConfig(engine=engine, engines=3)

@@ -23,8 +23,8 @@ FOLDER = Path("/dev/shm")
 class TensorTransport:
     """While the engines take bucket i, the trainer gathers bucket i+1; then the file of bucket i goes.
 
-    So two buckets lie in /dev/shm at once, and room for them is checked first. An engine that keeps a bucket (by a view or a hard link)
-    keeps its memory: the room for that is the engine's to check, in `weights_begin`.
+    An engine keeps a bucket, by a view (torch) or a hard link (SGLang), and with it its memory, until it has the next version: the room for
+    a whole export is checked first.
     """
 
     def __init__(self, trainer: Trainer, engines: Engines, *, prefix: str, timeout_s: float) -> None:
@@ -47,7 +47,7 @@ class TensorTransport:
     async def send(self, manifest: Manifest, digests: bool) -> Sent:
         self._clean = False
         self._attempt += 1  # no file name twice: an engine that is late with an earlier attempt must not find this one's bytes
-        await call_trainer(self._trainer, self._timeout_s, check_room, max(map(nbytes, manifest.buckets)), len(manifest.buckets))
+        await call_trainer(self._trainer, self._timeout_s, check_room, export_bytes(manifest))
         found: dict[str, str] = {}
         receiving: list[asyncio.Task[Any]] = []
         received = present = None
@@ -78,19 +78,17 @@ class TensorTransport:
             self._clean = True
 
 
-def check_room(backend: WeightSource, rank: int, largest: int, buckets: int) -> None:
-    """Refuse an update whose buckets do not fit /dev/shm, before the first byte is written. `largest`: bytes of the largest bucket."""
+def check_room(backend: WeightSource, rank: int, need: int) -> None:
+    """Refuse an update of `need` bytes that do not fit /dev/shm, before the first byte is written."""
     if rank != 0:
         return
     state = os.statvfs(FOLDER)
     free, size = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
-    at_once = min(2, buckets)
-    need = at_once * largest
     if need > free:
         raise WeightSyncError(
-            f"weight_sync.transport = 'tensor' needs {need / 2**20:.1f} MiB in {FOLDER} ({at_once} x {largest / 2**20:.1f} MiB, its largest bucket), but "
+            f"weight_sync.transport = 'tensor' needs {need / 2**20:.1f} MiB in {FOLDER} for the weights of an update, but "
             f"{free / 2**20:.1f} of its {size / 2**20:.1f} MiB are free, {(need - free) / 2**20:.1f} too few: enlarge it (docker run --shm-size=...), "
-            "lower weight_sync.bucket_mb, or set weight_sync.transport = 'broadcast'"
+            "or set weight_sync.transport = 'broadcast'"
         )
 
 
