@@ -12,10 +12,11 @@ from miles.config import Section
 class WeightSyncConfig(Section):
     """How weights reach the engines."""
 
-    transport: Literal["tensor", "broadcast", "p2p", "delta"] = Field(
+    transport: Literal["tensor", "broadcast", "p2p", "delta", "views"] = Field(
         "tensor",
         description="tensor: shared memory, same machine; broadcast: a process group (gloo or NCCL); "
-        "p2p: engines read slices from each trainer rank (NIXL: RDMA or TCP); delta: changed bytes through a shared store",
+        "p2p: engines read slices from each trainer rank (NIXL: RDMA or TCP); delta: changed bytes through a shared store; "
+        "views: torch engines read the trainer's own float32 weights, same machine, max_staleness = 0",
     )
     store: str | None = Field(
         None, description="delta: a path that fsspec knows (folder, s3://, gs://) and that trainer and engines share; null: in the run folder"

@@ -136,7 +136,33 @@ class FromShards:
     timeout_s: float
 
 
-Payload = SharedMemory | FromGroup | FromStore | FromShards
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of the export inside a larger buffer: offset and strides, in elements of its dtype."""
+
+    name: str
+    offset: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """Payload of the `views` transport: the trainer's own weights, in memory that it shares.
+
+    Attributes:
+        path, nbytes: of that memory, as a file. Its first word counts how often the trainer was about to change it, which was `moves` times
+            when this was sent.
+        placed: tensors of the bucket that lie there. rest: the bucket's others and their bytes, copied.
+    """
+
+    path: str
+    nbytes: int
+    moves: int
+    placed: tuple[Placed, ...]
+    rest: tuple[Bucket, SharedMemory] | None
+
+
+Payload = SharedMemory | FromGroup | FromStore | FromShards | InPlace
 
 
 @dataclass(frozen=True)
@@ -211,3 +237,22 @@ class WeightSource(Protocol):
     def weight_slice(self, piece: Slice) -> torch.Tensor:
         """`piece`, part of one of `weight_slices`, of the checkpoint's shape and in its dtype. Not collective; may be a view on a parameter."""
         ...
+
+
+class HomedSource(WeightSource, Protocol):
+    """A source whose weights can lie in memory that it shares with engines."""
+
+    def weight_home(self, path: str | None) -> Home:
+        """Move what this rank holds of the export into the file at `path`, where it stays; rank 0 makes that file, where it is given None. Once
+        moved, every call says where. Raises ValueError where the checkpoint's tensors are no rectangles of those in memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Home:
+    """`path`, `nbytes`, `moves`: as in `InPlace`. placed: what engines may view there; every other tensor has to be sent."""
+
+    path: str
+    nbytes: int
+    moves: int
+    placed: tuple[Placed, ...]

@@ -270,7 +270,7 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     with ExitStack() as parts:
         parts.enter_context(held(config.run))
         begin = first_step(config, checkpoints, stream.fingerprint) if resume else None
-        places = parts.enter_context(cluster(config.cluster, rl_demands(config), one_node=config.weight_sync.transport == "tensor"))
+        places = parts.enter_context(cluster(config.cluster, rl_demands(config), one_node=config.weight_sync.transport in ("tensor", "views")))
         tracker = parts.enter_context(Tracker(config.tracking, folder, config.model_dump(mode="json"), begin))
         live = parts.enter_context(Live("rl" if config.distillation is None else "distill", config.run.steps))
         yield _build(config, folder, places, tracker, live, stream, evaluator, stop_ids, checkpoints, tokenizer, resume)

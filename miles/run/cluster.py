@@ -52,7 +52,7 @@ def cluster(config: ClusterConfig, demands: list[Demand], *, one_node: bool) -> 
     """Ray with a place for every demand. A cluster that was already joined by this process is used and left as it is.
 
     Args:
-        one_node: every actor must be on one machine (the `tensor` transport shares memory).
+        one_node: every actor must be on one machine (the `tensor` and `views` transports share memory).
     Raises:
         ConfigError: the cluster is smaller than the demands; the message has the arithmetic.
     """
@@ -109,7 +109,7 @@ def _check_fits(demands: list[Demand], one_node: bool) -> None:
         have = max((n.get(kind, 0) for n in nodes), default=0) if one_node else sum(n.get(kind, 0) for n in nodes)
         if need > have:
             where = "its largest node" if one_node and len(nodes) > 1 else "the Ray cluster"
-            why = " (weight_sync.transport = 'tensor' keeps all on one machine; 'broadcast' may spread)" if one_node and len(nodes) > 1 else ""
+            why = " (weight_sync.transport = 'tensor' and 'views' keep all on one machine; 'broadcast' may spread)" if one_node and len(nodes) > 1 else ""
             cure = "; cluster.cpus raises what a cluster started here may share out" if kind == "CPU" else ""
             raise ConfigError(
                 f"the run needs {sum_text(demands, kind)} = {need:g} {kind}s, but {where} has {have:g}{why}. Fewer or thinner actors ask for less{cure}"

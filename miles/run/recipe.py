@@ -175,6 +175,24 @@ class RLRecipe(Section):
                 raise ValueError(f"run.prefix_overlap does not go with {why}")
         return self
 
+    @model_validator(mode="after")
+    def _weights_in_one_place(self) -> RLRecipe:
+        if self.weight_sync.transport != "views":
+            return self
+        for wrong, why in (
+            (self.rollout.engine != "torch", f"rollout.engine = {self.rollout.engine!r}, whose server has weights of its own: use 'torch'"),
+            (self.trainer.backend != "fsdp", f"trainer.backend = {self.trainer.backend!r}: use 'fsdp'"),
+            (self.trainer.gpus_per_rank, f"trainer.gpus_per_rank = {self.trainer.gpus_per_rank:g}: torch engines are on the CPU; use 'broadcast'"),
+            (self.trainer.offload, "trainer.offload: leave it out"),
+            (self.model.dtype != "float32", f"model.dtype = {self.model.dtype!r}: the trainer's own weights are float32; use 'float32', or 'tensor'"),
+            (self.lora is not None, "[lora], whose adapters are all that moves: use 'tensor'"),
+            (self.run.max_staleness, f"run.max_staleness = {self.run.max_staleness}: engines would answer while their weights change; use 0, or 'tensor'"),
+            (self.evaluate.engines, f"evaluate.engines = {self.evaluate.engines}, which answer while the trainer goes on: set it to 0, or use 'tensor'"),
+        ):
+            if wrong:
+                raise ValueError(f"weight_sync.transport = 'views' does not go with {why}")
+        return self
+
 
 class DistillRecipe(RLRecipe):
     """`miles distill`: on-policy distillation. The student answers prompts as in `miles rl`, and a teacher says how it should have."""

@@ -237,6 +237,7 @@ class TorchEngine:
             while self._waiting and self._batch.free and not self._held:
                 self._batch.admit(self._waiting.popleft())
         finished = self._batch.step(self._weights.version)
+        self._weights.check_unmoved()  # behind the step: whatever it read was there before
         self._tokens_generated += len(self._batch.rows) + len(finished)
         for row, generation in finished:
             row.deliver(generation)

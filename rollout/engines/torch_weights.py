@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from miles.core.model.lora import adapter_tensors
-from weight_sync.contracts import Bucket, FromShards, FromStore, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
+from weight_sync.contracts import Bucket, FromShards, FromStore, InPlace, Manifest, Payload, SharedMemory, TensorSpec, WeightSyncError
 from weight_sync.layout import nbytes
 from weight_sync.manifest import check_manifest
 from weight_sync.slices import Slice
@@ -19,6 +19,7 @@ from weight_sync.transports.broadcast import Membership
 from weight_sync.transports.delta import DeltaReader
 from weight_sync.transports.p2p import ShardReader, piece_digests, received
 from weight_sync.transports.shared_memory import read_bucket
+from weight_sync.transports.views import check_unmoved, counter, read_in_place
 
 _ALIGNED = 64
 """Bytes. Products of the same numbers may differ in their last bits with the alignment of the operands; what an allocator gives has this one."""
@@ -38,13 +39,20 @@ class StagedWeights:
         self._delta = DeltaReader()
         self._shards = ShardReader("torch engine")
         self._pieces: dict[str, list[Slice]] = {}
+        self._viewed: tuple[Tensor, int] | None = None
+        self._views: tuple[Tensor, int] | None = None
+
+    def check_unmoved(self) -> None:
+        """Raises WeightSyncError where weights that are the trainer's own have changed since they were committed."""
+        if self._viewed is not None:
+            check_unmoved(*self._viewed)
 
     def begin(self, manifest: Manifest) -> None:
         """Raises WeightSyncError naming the first tensor whose name, shape or dtype is not the model's, that comes twice or lacks."""
         if self._manifest is not None:
             raise WeightSyncError(f"torch engine: version {self._manifest.version} is still being received; commit or abort it first")
         check_manifest(manifest, self.specs, "torch engine")
-        self._manifest, self._staged, self._pieces = manifest, {}, {}
+        self._manifest, self._staged, self._pieces, self._views = manifest, {}, {}, None
 
     def receive(self, bucket: Bucket, payload: Payload) -> None:
         """By the `tensor` transport nothing is copied: every engine of the machine then serves from the sender's pages, once its file has no name."""
@@ -54,6 +62,9 @@ class StagedWeights:
         staged = self._staged
         if isinstance(payload, SharedMemory):
             staged.update(read_bucket(bucket, payload))
+        elif isinstance(payload, InPlace):
+            staged.update(read_in_place(bucket, payload))
+            self._views = counter(payload.path), payload.moves
         elif isinstance(payload, FromStore):
             staged.update(self._delta.read(bucket, payload, self._held().__getitem__))
         elif isinstance(payload, FromShards):
@@ -85,7 +96,7 @@ class StagedWeights:
             else:
                 for name, own in _own_tensors(self._model).items():
                     _write(self._model, name, own, self._staged)
-        self.version = version
+        self.version, self._viewed = version, self._views
         self._manifest, self._staged, self._pieces = None, {}, {}
         self._delta.commit()
         return True
@@ -121,10 +132,8 @@ def _write(model: PreTrainedModel, name: str, own: Tensor, staged: dict[str, Ten
     parts = _as_in_checkpoint(model, name, own)
     if len(parts) == 1 and next(iter(parts.values())).data_ptr() == own.data_ptr():
         new = staged[next(iter(parts))]
-        if new.device == own.device and new.is_contiguous() and new.data_ptr() % _ALIGNED == 0:
-            own.data = new
-        else:
-            own.copy_(new)
+        fits = new.device == own.device and new.is_contiguous() and new.data_ptr() % _ALIGNED == 0
+        own.data = new if fits else torch.empty_like(own).copy_(new)  # never into what is there: others may serve from it
         return
     places = torch.arange(own.numel(), device=own.device).view(own.shape)
     for part_name, places_of_part in _as_in_checkpoint(model, name, places).items():

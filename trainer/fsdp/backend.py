@@ -33,6 +33,7 @@ from trainer.fsdp.distill import Distiller, build_distiller
 from trainer.fsdp.early import EarlyPrefills
 from trainer.fsdp.export import AdapterExporter, Exporter
 from trainer.fsdp.fits import check_divided
+from trainer.fsdp.home import SharedParameters
 from trainer.fsdp.mesh import open_mesh
 from trainer.fsdp.model import build_model, compute_dtype_of
 from trainer.fsdp.optimizer import Optimizer
@@ -51,7 +52,7 @@ from trainer.split_forward.activations import Activations
 from trainer.split_forward.hilore import HiLoRe, Planned
 from trainer.split_forward.residency import can_plan, local_bytes
 from trainer.split_forward.share import PromptSharing
-from weight_sync.contracts import TensorSpec
+from weight_sync.contracts import Home, TensorSpec
 from weight_sync.slices import Slice
 
 
@@ -178,6 +179,7 @@ class FSDPBackend:
         self._sent: Exporter | AdapterExporter = self._exporter
         if self._adapters is not None and lora is not None and lora.served == "apart":
             self._sent = self._adapters
+        self._shared: SharedParameters | None = None
         self._writer = CheckpointWriter(rank, world)
         self._choices: dict[Row, Planned] = {}
         self.version = 0
@@ -314,6 +316,11 @@ class FSDPBackend:
     def weight_slice(self, piece: Slice) -> Tensor:
         return self._sent.mine.tensor(piece)
 
+    def weight_home(self, path: str | None) -> Home:
+        if self._shared is None:
+            self._shared = self._exporter.shared(self.model)
+        return self._shared.home(path)
+
     def export(self, folder: Path) -> None:
         self._exporter.write(self._config, Path(folder))
         if self.world > 1:
@@ -340,6 +347,7 @@ class FSDPBackend:
         self._writer.wait()
 
     def load(self, folder: Path) -> dict[str, object]:
+        self._moving()
         reshard(self.model)
         if self._early is not None:
             self._early.clear()
@@ -423,9 +431,15 @@ class FSDPBackend:
         return update
 
     def _no_reader(self) -> None:
-        """Synchronous on-policy training: nothing may read the weights of this version once they have moved."""
+        """Synchronous on-policy training: nothing may read the weights of this version once they have moved, and engines that do will notice."""
         alive = len(self._policy.readers)
         assert not alive, f"{alive} prefills of version {self.version} are alive at the optimizer step"
+        self._moving()
+
+    def _moving(self) -> None:
+        """Engines may read the weights where they lie."""
+        if self._shared is not None:
+            self._shared.moving()
 
     def _rl_loss(self, row: Row, counts: Counts, meters: Meters) -> LossOutput:
         objective = self._objective

@@ -17,6 +17,7 @@ from miles.core.model.load import load_config, tokenizer_of
 from miles.core.model.lora import adapter_tensors, adapters_of, base_name, merged, write_adapter
 from miles.core.model.reward import on_disk, reward_shell
 from miles.core.model.sharded import gathered
+from trainer.fsdp.home import SharedParameters
 from trainer.fsdp.slices import RankSlices, checkpoint_blocks, planned
 from weight_sync.contracts import TensorSpec
 from weight_sync.slices import Block, Slice, full
@@ -41,6 +42,10 @@ class _InSlices:
     def planned(self, world: int, rank: int) -> list[Slice]:
         """As `slices.planned`, of a model that is not yet sharded. Raises ValueError as `checkpoint_blocks`."""
         return planned(self._own, self._blocks, world, rank)
+
+    def shared(self, model: PreTrainedModel) -> SharedParameters:
+        """Raises ValueError as `checkpoint_blocks`."""
+        return SharedParameters(model, self._own, self._blocks)
 
     def places(self) -> dict[str, tuple[str, Block]]:
         """Where each tensor of the export lies in memory: in which tensor, and where in it."""

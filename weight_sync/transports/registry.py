@@ -11,6 +11,7 @@ from weight_sync.transports.broadcast_transport import BroadcastTransport
 from weight_sync.transports.delta_transport import DeltaTransport
 from weight_sync.transports.p2p_transport import P2PTransport
 from weight_sync.transports.tensor_transport import TensorTransport
+from weight_sync.transports.views_transport import ViewsTransport
 
 
 def make_transport(config: WeightSyncConfig, trainer: Trainer, engines: Engines, *, journal: Path, address: str, backend: str) -> Transport:
@@ -18,6 +19,8 @@ def make_transport(config: WeightSyncConfig, trainer: Trainer, engines: Engines,
     prefix = run_prefix(journal)
     if config.transport == "tensor":
         return TensorTransport(trainer, engines, prefix=prefix, timeout_s=config.timeout_s)
+    if config.transport == "views":
+        return ViewsTransport(trainer, engines, prefix=prefix, timeout_s=config.timeout_s)
     if config.transport == "delta":
         url = f"{config.store.rstrip('/')}/{prefix}" if config.store else str(journal.absolute().parent / "weights")
         return DeltaTransport(trainer, engines, url=url, timeout_s=config.timeout_s)

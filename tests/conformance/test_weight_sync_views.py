@@ -1,0 +1,129 @@
+"""Weights that lie in memory once: engines read the trainer's own, see every step at once, and never answer with weights that have moved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from miles.data.types import Sample, Status
+from tests.weight_sync.cast import Cast, publish
+from tests.weight_sync.parts import export_shas
+from trainer.fsdp.backend import FSDPBackend
+from weight_sync.transaction import UpdateAborted
+
+
+def sft_step(backend: FSDPBackend, rank: int, seed: int) -> None:
+    """A real optimizer step, on tokens of its own."""
+    tokens = np.random.default_rng(seed).integers(3, 40, 24)
+    sample = Sample(
+        sample_id="0",
+        group_id="0",
+        tokens=tokens,
+        prompt_length=4,
+        loss_mask=np.ones(20, bool),
+        logprobs=np.zeros(20, np.float32),
+        weight_versions=np.zeros(20, np.int32),
+        status=Status.COMPLETED,
+    )
+    backend.step_sft([sample])
+
+
+def train(cast: Cast, seed: int) -> dict[str, str]:
+    asyncio.run(cast.trainer.run_on_ranks(sft_step, seed))
+    return asyncio.run(cast.trainer.run_on_ranks(export_shas, "float32"))[0]
+
+
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.full)])
+def cast(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cast]:
+    """1, 2 and 4 trainer ranks, two engines."""
+    made = Cast(tiny_model, tmp_path_factory.mktemp("cast"), world=request.param, engines=2)
+    yield made
+    made.close()
+
+
+def test_engines_hold_the_export_and_nothing_was_sent(cast: Cast, tmp_path: Path) -> None:
+    exported = train(cast, 0)
+    version = cast.next_version()
+    result = publish(cast.sync(tmp_path / "journal", "views", verify="always"), version)
+    assert cast.held() == {0: exported, 1: exported}
+    assert result.digests_compared == 2 * (len(exported) - 1)  # tied embeddings once
+    assert result.bytes == 0
+    assert cast.generating() == {0: version, 1: version}
+
+
+def test_engines_see_a_step_at_once_and_answer_after_its_publication_alone(cast: Cast, tmp_path: Path) -> None:
+    version = cast.next_version()
+    publish(cast.sync(tmp_path / "journal", "views"), version)
+    exported = train(cast, 1)
+    assert cast.held() == {0: exported, 1: exported}
+    assert set(cast.versions().values()) == {version}
+    with pytest.raises(Exception, match="the trainer's weights have moved"):
+        cast.engines.processes[0].call("generate_some")
+    cast.replace(0)
+    publish(cast.sync(tmp_path / "journal", "views"), version + 1)
+    assert cast.generating() == {0: version + 1, 1: version + 1}
+
+
+def test_an_answer_that_runs_while_the_weights_move_is_never_given(cast: Cast, tmp_path: Path) -> None:
+    publish(cast.sync(tmp_path / "journal", "views"), cast.next_version())
+
+    async def both() -> BaseException | None:
+        engine = cast.engines
+        answer = asyncio.ensure_future(engine.call(0, "generate_long"))
+        await engine.call(0, "wait_until_generating")
+        await cast.trainer.run_on_ranks(sft_step, 2)
+        return (await asyncio.gather(answer, return_exceptions=True))[0]
+
+    assert "the trainer's weights have moved" in str(asyncio.run(both()))
+    cast.replace(0)
+    publish(cast.sync(tmp_path / "journal", "views"), cast.next_version())
+
+
+def test_an_update_that_is_aborted_leaves_no_engine_that_answers(cast: Cast, tmp_path: Path) -> None:
+    """There is no version to go back to."""
+    version = cast.next_version()
+    publish(cast.sync(tmp_path / "journal", "views"), version)
+    train(cast, 3)
+    cast.engines.processes[1].arm("weights_receive", "kill", 1)
+    with pytest.raises(UpdateAborted, match="engine 1 failed"):
+        publish(cast.sync(tmp_path / "journal", "views"), version + 1)
+    with pytest.raises(Exception, match="the trainer's weights have moved"):
+        cast.engines.processes[0].call("generate_some")
+    for engine in (0, 1):
+        cast.replace(engine)
+    publish(cast.sync(tmp_path / "journal", "views"), version + 1)
+    assert cast.generating() == {0: version + 1, 1: version + 1}
+
+
+def test_other_transports_leave_the_trainers_weights_alone(cast: Cast, tmp_path: Path) -> None:
+    """An engine that served from them takes a copy of its own."""
+    publish(cast.sync(tmp_path / "journal", "views"), cast.next_version())
+    before = asyncio.run(cast.trainer.run_on_ranks(export_shas, "float32"))[0]
+    publish(cast.sync(tmp_path / "journal", "broadcast", bucket_mb=0.01), cast.next_version())
+    after = train(cast, 4)
+    assert cast.held() == {0: before, 1: before}
+    assert before.keys() == after.keys()
+    assert before != after
+
+
+def test_weights_that_moved_into_shared_memory_train_to_the_same_bits(cast: Cast, tiny_model: Path, tmp_path: Path) -> None:
+    world = len(cast.ranks)
+    here, there = (Cast(tiny_model, folder, world=world, engines=1) for folder in (_made(tmp_path / "here"), _made(tmp_path / "there")))
+    try:
+        train(here, 5)
+        train(there, 5)
+        publish(here.sync(tmp_path / "journal", "views"), 1)
+        for seed in (6, 7):
+            assert train(here, seed) == train(there, seed)
+    finally:
+        here.close()
+        there.close()
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

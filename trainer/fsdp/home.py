@@ -1,0 +1,104 @@
+"""Parameters in memory that other processes of the machine may map: engines then read the trainer's weights where they lie.
+
+Each parameter lies there whole, as one piece. FSDP cuts parameters by rows, so the parts of all ranks are neighbours in it, padding last,
+and a rank's own part is a view like any other. What is cut otherwise (over tensor-parallel ranks, or once for each replica) stays where it
+is, and so does what is no parameter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from weight_sync.contracts import Home, Placed
+from weight_sync.slices import Block
+from weight_sync.transports.views import HEADER, counter
+
+_ALIGNED = 64
+
+
+class SharedParameters:
+    """Of `model`, whose `tensors` (by the names they have in memory, parts of them on several ranks) have the checkpoint's `blocks`."""
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], blocks: Mapping[str, list[Block]]):
+        self._model = model
+        self._whole = {name: tensor for name, tensor in tensors.items() if _can_lie_whole(tensor)}
+        self._offsets: dict[str, int] = {}
+        end = HEADER
+        for name, tensor in self._whole.items():
+            self._offsets[name] = end
+            end += -(-_rows(tensor) * prod(tensor.shape[1:]) * tensor.element_size() // _ALIGNED) * _ALIGNED
+        self._bytes = end
+        self._placed = tuple(one for name, tensor in self._whole.items() for block in blocks[name] if (one := self._place(name, tensor, block)) is not None)
+        self._count: Tensor | None = None
+        self._path: str | None = None
+        self._descriptor: int | None = None
+
+    def home(self, path: str | None) -> Home:
+        """See `HomedSource.weight_home`."""
+        if self._path is None and path is None:
+            self._descriptor = os.memfd_create("miles-weights")
+            # Pages are taken now: a mapping that finds none later kills the process.
+            os.posix_fallocate(self._descriptor, 0, self._bytes)
+            self._path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        elif path is not None and self._count is None:
+            self._path = path
+            self._move(path)
+        assert self._path is not None
+        return Home(self._path, self._bytes, int(self._count) if self._count is not None else 0, self._placed)
+
+    def moving(self) -> None:
+        """The parameters are about to change. Rank 0 counts for all: none of them moves before the norm of all gradients is known, rank 0's too."""
+        if self._count is not None and self._descriptor is not None:
+            self._count.add_(1)
+
+    def _move(self, path: str) -> None:
+        flat = torch.from_file(path, shared=True, size=self._bytes, dtype=torch.uint8)
+        padded: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for name, tensor in self._whole.items():
+                rows, width, start = _rows(tensor), tensor.shape[1:], self._offsets[name]
+                whole = flat[start : start + rows * prod(width) * tensor.element_size()].view(tensor.dtype).view(rows, *width)
+                if not isinstance(tensor, DTensor):
+                    tensor.data = whole.copy_(tensor)
+                    continue
+                own, mesh = tensor.to_local(), tensor.device_mesh
+                place = whole.chunk(mesh.size())[mesh.get_local_rank()]
+                place[len(own) :].zero_()
+                tensor._local_tensor = place[: len(own)].copy_(own)
+                padded[id(tensor)] = place
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                # As FSDP's own `reset_sharded_param` after parameters were changed under it, which would move padded ones elsewhere.
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        if (found := padded.get(id(parameter.sharded_param))) is not None:
+                            parameter._sharded_param_data = found.view(-1)
+        self._count = counter(path)
+
+    def _place(self, name: str, tensor: Tensor, block: Block) -> Placed | None:
+        """The checkpoint's tensor as a view; None where it lies in pieces."""
+        here = torch.empty(tensor.shape, device="meta")[tuple(slice(*range_) for range_ in block.here)]
+        try:
+            view = here.view([stop - start for start, stop in block.there])
+        except RuntimeError:
+            return None
+        return Placed(block.name, self._offsets[name] // tensor.element_size() + int(view.storage_offset()), tuple(view.stride()))
+
+
+def _can_lie_whole(tensor: Tensor) -> bool:
+    if not isinstance(tensor, nn.Parameter) or tensor.device.type != "cpu" or not tensor.ndim or not tensor.numel():
+        return False
+    return not isinstance(tensor, DTensor) or (tensor.placements == (Shard(0),) and tensor.device_mesh.mesh_dim_names == ("shard",))
+
+
+def _rows(tensor: Tensor) -> int:
+    """Of all ranks, padding among them."""
+    ranks = tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
+    return -(-tensor.shape[0] // ranks) * ranks
