@@ -260,7 +260,9 @@ class TorchEngine:
             self._decoder.cache.drop()
 
     def _commit(self, version: int) -> None:
-        if self._weights.commit(version):
+        if self._weights.in_place:
+            self._decoder.unbind()
+        if self._weights.commit(version, stay=self._decoder.bound):
             self._decoder.weights_changed()
 
     def _every_row(self) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The torch engine's side of a weight transaction: buckets are staged beside the served weights and take their place at commit, uncopied.
+"""The torch engine's side of a weight transaction: buckets are staged beside the served weights and take their place at commit.
 
 A model with adapters takes updates of those alone, under the names of peft's files. They stay apart from the base: merged into bfloat16
 weights, what a few steps changed would be rounded away, and the engine would not sample from what the trainer trains."""
@@ -23,6 +23,7 @@ from weight_sync.transports.views import check_unmoved, counter, read_in_place
 
 _ALIGNED = 64
 """Bytes. Products of the same numbers may differ in their last bits with the alignment of the operands; what an allocator gives has this one."""
+_BLOCK = 128
 
 
 class StagedWeights:
@@ -42,6 +43,11 @@ class StagedWeights:
         self._viewed: tuple[Tensor, int] | None = None
         self._views: tuple[Tensor, int] | None = None
 
+    @property
+    def in_place(self) -> bool:
+        """Whether what is staged is the trainer's own memory, which is to be served where it lies."""
+        return self._views is not None
+
     def check_unmoved(self) -> None:
         """Raises WeightSyncError where weights that are the trainer's own have changed since they were committed."""
         if self._viewed is not None:
@@ -55,7 +61,7 @@ class StagedWeights:
         self._manifest, self._staged, self._pieces, self._views = manifest, {}, {}, None
 
     def receive(self, bucket: Bucket, payload: Payload) -> None:
-        """By the `tensor` transport nothing is copied: every engine of the machine then serves from the sender's pages, once its file has no name."""
+        """By the `tensor` transport nothing is copied yet: the sender's pages are kept, though its file loses its name."""
         if self._manifest is None or bucket not in self._manifest.buckets:
             raise WeightSyncError(f"torch engine: bucket {bucket.index} does not belong to an update that has begun")
         # Bound before the wait: a read that outlives its aborted update fills that update's own dictionary, never the next one's.
@@ -82,8 +88,10 @@ class StagedWeights:
             raise WeightSyncError(f"torch engine: version {self._manifest.version} lacks {len(missing)} tensors, the first is {min(missing)!r}")
         return piece_digests(self._staged, self._pieces) if digests else {}
 
-    def commit(self, version: int) -> bool:
-        """Serve what was staged; the caller sees to it that no step runs. False when `version` is served already."""
+    def commit(self, version: int, *, stay: bool = False) -> bool:
+        """Serve what was staged; the caller sees to it that no step runs. False when `version` is served already.
+
+        Staged tensors take the place of the model's, or where those must `stay` in their memory, are copied there."""
         if self._manifest is None and version == self.version:
             return False
         if self._manifest is None or self._manifest.version != version:
@@ -95,15 +103,15 @@ class StagedWeights:
                     adapter.copy_(self._staged[name])
             else:
                 for name, own in _own_tensors(self._model).items():
-                    _write(self._model, name, own, self._staged)
+                    _write(self._model, name, own, self._staged, stay)
         self.version, self._viewed = version, self._views
-        self._manifest, self._staged, self._pieces = None, {}, {}
+        self._manifest, self._staged, self._pieces, self._views = None, {}, {}, None
         self._delta.commit()
         return True
 
     def abort(self) -> None:
         self._shards.stop()
-        self._manifest, self._staged, self._pieces = None, {}, {}
+        self._manifest, self._staged, self._pieces, self._views = None, {}, {}, None
         self._delta.abort()
         self.leave()
 
@@ -127,11 +135,16 @@ def _as_in_checkpoint(model: PreTrainedModel, name: str, own: Tensor) -> dict[st
     return revert_weight_conversion(model, {name: own.detach()})
 
 
-def _write(model: PreTrainedModel, name: str, own: Tensor, staged: dict[str, Tensor]) -> None:
+def _write(model: PreTrainedModel, name: str, own: Tensor, staged: dict[str, Tensor], stay: bool) -> None:
     """The checkpoint's tensor becomes the one in memory where it may; else its elements are written to whatever places they come from."""
     parts = _as_in_checkpoint(model, name, own)
     if len(parts) == 1 and next(iter(parts.values())).data_ptr() == own.data_ptr():
         new = staged[next(iter(parts))]
+        if stay:
+            # The engine may hold it transposed. Whole, that copy would cross a page with every element; by blocks it takes a sixth of the time.
+            for block, new_block in zip(own.split(_BLOCK), new.split(_BLOCK), strict=True):
+                block.copy_(new_block)
+            return
         fits = new.device == own.device and new.is_contiguous() and new.data_ptr() % _ALIGNED == 0
         own.data = new if fits else torch.empty_like(own).copy_(new)  # never into what is there: others may serve from it
         return

@@ -7,6 +7,7 @@
 An FSDP2 trainer and its engines are Ray actors, as in a run. Every way moves the same export into every engine, after the weights have
 changed, and in the first round the engines' bytes are checked. Ways:
 
+    miles views                       engines read the trainer's own weights; for synchronous runs. The transaction is the same
     miles tensor, broadcast, p2p      WeightSync.publish: the whole transaction, journal and pause included, digests off
     miles p2p, digests                the same with xxh3 of every piece on both sides: what `weight_sync.verify = "always"` costs
     torch.save through Ray            rank 0 gathers all tensors, torch.save, object store, torch.load, load_state_dict; no transaction
@@ -14,8 +15,11 @@ changed, and in the first round the engines' bytes are checked. Ways:
 
 `copies` counts how often each byte of the export is written in user space or into a socket on its way from gathered tensor to served
 parameter, read off the code; for `p2p` from shard to served parameter. `read` is what the transfer engine's own telemetry counts in one
-engine, over what that engine holds. `CPU-s` is user and system time of trainer, engines and driver for one update. Gloo on loopback says
-nothing about NCCL, nor NIXL's TCP about RDMA: machines with GPUs are not measured here.
+engine, over what that engine holds. `CPU-s` is user and system time of trainer, engines and driver for one update. Gloo on loopback
+says nothing about NCCL, nor NIXL's TCP about RDMA: machines with GPUs are not measured here.
+
+The last lines say what the trainer's ranks and the engines hold together before and after the first update of their lives by `views`, shared
+pages counted once (PSS), and how fast a plain copy of the export's bytes is.
 """
 
 from __future__ import annotations
@@ -91,6 +95,11 @@ class TorchHost:
         return await asyncio.to_thread(function, *args)
 
     async def load_saved(self, saved: bytes) -> None:
+        """Into a model as transformers has it: the engine's own products of several parameters would be slow to copy into."""
+        if self.engine._decoder.bound:
+            self.engine._decoder.unbind()
+            for parameter in self.engine._weights._model.parameters():
+                parameter.data = parameter.data.contiguous()
         await self.engine.pause("retract")
         self.engine._weights._model.load_state_dict(torch.load(io.BytesIO(saved)), strict=False)
         await self.engine.resume()
@@ -215,7 +224,7 @@ async def measure(ways: list[Way], rounds: int, trainer: TrainerGroup, pids: Seq
 
 
 async def check(way: Way, trainer: TrainerGroup, hosts: Hosts) -> None:
-    if way.engine != "torch":
+    if way.engine == "sglang":
         return  # publish compares digests with the server's own checksums where it verifies; SGLang's endpoint has answered
     expected = (await trainer.run_on_ranks(total))[0]
     for actor in hosts.actors:
@@ -228,10 +237,14 @@ def make_ways(arguments: argparse.Namespace, folder: Path, trainer: TrainerGroup
     ways: list[Way] = []
     syncs: list[WeightSync] = []
     versions = iter(range(1, 10**6))
-    copies = {("torch", "tensor"): "1 + 2", ("torch", "broadcast"): "2 + 2", ("sglang", "tensor"): "1 + 1", ("sglang", "broadcast"): "2 + 3"}
-    copies |= {("torch", "p2p"): "2 + 2", ("sglang", "p2p"): "2 + 2"}
+    copies = {("torch", "tensor"): "1 + 1", ("torch", "broadcast"): "2 + 2", ("sglang", "tensor"): "1 + 1", ("sglang", "broadcast"): "2 + 3"}
+    copies |= {("torch", "p2p"): "2 + 2", ("sglang", "p2p"): "2 + 2", ("views", "views"): "0 + 0"}
     for engine, group in hosts.items():
-        for transport, verify in (("tensor", "never"), ("broadcast", "never"), ("p2p", "never"), ("p2p", "always")):
+        if engine == "plain":
+            continue
+        # Engines of their own: once they serve from the trainer's memory, other ways of loading would write there.
+        found = [("views", "never")] if engine == "views" else [("tensor", "never"), ("broadcast", "never"), ("p2p", "never"), ("p2p", "always")]
+        for transport, verify in found:
             config = WeightSyncConfig.model_validate({"transport": transport, "bucket_mb": arguments.bucket_mb, "verify": verify})
             sync = WeightSync(config, folder / f"{engine}-{transport}-{verify}.jsonl", trainer, group)
             syncs.append(sync)
@@ -241,13 +254,12 @@ def make_ways(arguments: argparse.Namespace, folder: Path, trainer: TrainerGroup
 
             name = f"miles {transport}" + (", digests" if verify == "always" else "")
             ways.append(Way(name, engine, copies[engine, transport], publish))
-    if "torch" in hosts:
 
-        async def through_ray() -> None:
-            saved = (await trainer.run_on_ranks(save_all))[0]
-            await asyncio.gather(*(actor.load_saved.remote(saved) for actor in hosts["torch"].actors))
+    async def through_ray() -> None:
+        saved = (await trainer.run_on_ranks(save_all))[0]
+        await asyncio.gather(*(actor.load_saved.remote(saved) for actor in hosts["plain"].actors))
 
-        ways.append(Way("torch.save through Ray", "torch", "3 + 3", through_ray))
+    ways.append(Way("torch.save through Ray", "plain", "3 + 3", through_ray))
     if "sglang" in hosts:
 
         async def sglangs_own() -> None:
@@ -258,18 +270,33 @@ def make_ways(arguments: argparse.Namespace, folder: Path, trainer: TrainerGroup
     return ways, syncs
 
 
+def memory(pids: Sequence[int]) -> float:
+    """MiB that these processes hold, pages that several map counted in parts."""
+    return sum(psutil.Process(pid).memory_full_info().pss for pid in pids) / 2**20
+
+
+def plain_copy(size: int) -> float:
+    """Seconds, at best of five, into memory that was written before."""
+    source, target = torch.ones(size // 4), torch.zeros(size // 4)
+    found = []
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
 def show(ways: list[Way], size: int) -> None:
     print(f"\n{'engine':8} {'way':36} {'MiB/engine':>10} {'read':>7} {'copies':>8} {'seconds':>9} {'CPU-s':>8} {'of baseline':>12}")
-    for engine in dict.fromkeys(way.engine for way in ways):
-        baseline = statistics.median([way for way in ways if way.engine == engine][-1].seconds)
-        for way in ways:
-            if way.engine == engine:
-                seconds = statistics.median(way.seconds)
-                read = f"{way.read / size:.3f}x" if way.read else ""
-                print(
-                    f"{engine:8} {way.name:36} {size / 2**20:10.1f} {read:>7} {way.copies:>8} {seconds:9.3f} {statistics.median(way.cpu):8.3f} "
-                    f"{seconds / baseline:11.2f}x"
-                )
+    for engine in ("torch", "sglang"):
+        of_engine = [way for way in ways if (way.engine == "sglang") == (engine == "sglang")]
+        if not of_engine:
+            continue
+        baseline = statistics.median(of_engine[-1].seconds)
+        for way in of_engine:
+            seconds, cpu = statistics.median(way.seconds), statistics.median(way.cpu)
+            read = f"{way.read / size:.3f}x" if way.read else ""
+            print(f"{engine:8} {way.name:36} {size / 2**20:10.1f} {read:>7} {way.copies:>8} {seconds:9.3f} {cpu:8.3f} {seconds / baseline:11.2f}x")
     print("\nmedians; copies: by the sender + by each engine; baseline: the last way of each engine")
 
 
@@ -288,18 +315,25 @@ async def bench(arguments: argparse.Namespace, folder: Path) -> None:
         total_steps=1,
     )
     options = {"num_cpus": 1, "max_concurrency": 100, "runtime_env": {"env_vars": worker_environment(1)}}
-    hosts = {"torch": Hosts([ray.remote(TorchHost).options(**options).remote(model) for _ in range(arguments.engines)])}
+    hosts = {name: Hosts([ray.remote(TorchHost).options(**options).remote(model) for _ in range(arguments.engines)]) for name in ("views", "torch", "plain")}
     if arguments.sglang:
         hosts["sglang"] = Hosts([ray.remote(SGLangHost).options(**options).remote(model)])
     syncs: list[WeightSync] = []
     try:
         await trainer.start()
-        pids = [os.getpid(), *await trainer.run_on_ranks(move)]
-        pids += [await actor.start.remote() for group in hosts.values() for actor in group.actors]
+        ranks = await trainer.run_on_ranks(move)
+        by_group = {name: [await actor.start.remote() for actor in group.actors] for name, group in hosts.items()}
+        pids = [os.getpid(), *ranks, *(pid for group in by_group.values() for pid in group)]
         ways, syncs = make_ways(arguments, folder, trainer, hosts)
         specs = (await trainer.run_on_ranks(export_specs))[0]
+        size = export_bytes(plan(0, specs, arguments.bucket_mb))
+        before = memory([*ranks, *by_group["views"]])
+        await ways[0].run()
+        after = memory([*ranks, *by_group["views"]])
         await measure(ways, arguments.rounds, trainer, pids, hosts)
-        show(ways, export_bytes(plan(0, specs, arguments.bucket_mb)))
+        show(ways, size)
+        print(f"memory of {len(ranks)} ranks and {len(by_group['views'])} engines: {before:,.0f} MiB, after an update by views {after:,.0f} MiB")
+        print(f"a plain copy of {size / 2**20:,.1f} MiB: {plain_copy(size):.3f} s")
     finally:
         for sync in syncs:
             await sync.close()

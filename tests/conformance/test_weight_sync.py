@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.weight_sync.cast import Cast, files_of, publish
+from tests.weight_sync.parts import scores
 from tests.weight_sync.processes import EngineProcesses, Process
 from weight_sync.buckets import plan
 from weight_sync.contracts import Manifest, TensorSpec, WeightSyncError
@@ -33,6 +34,16 @@ def cast(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     made = Cast(tiny_model, tmp_path_factory.mktemp("cast"), world=2, engines=2)
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "views"])
+def test_engines_answer_with_the_new_weights(cast: Cast, tmp_path: Path, transport: str) -> None:
+    """Not only hold them: an engine computes with copies of some, and with products of several."""
+    cast.train()
+    publish(cast.sync(tmp_path / "journal", transport), cast.next_version())
+    for engine in cast.engines.processes.values():
+        tokens, logprobs = engine.call("answer")
+        assert logprobs == pytest.approx(asyncio.run(cast.trainer.run_on_ranks(scores, tokens))[0], abs=1e-5)
 
 
 def specs(cast: Cast) -> list[TensorSpec]:

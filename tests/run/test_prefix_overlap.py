@@ -29,9 +29,10 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.full
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_whose_engine_is_killed_during_the_overlap_equals_the_serial_one(task: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the third step, when the trainer has its prompts: the fresh engine takes up the old version from it, and the step goes on."""
+    """In the third step, when the trainer has its prompts: the fresh engine takes up the old version from it, and the step goes on. The weights,
+    which lie in memory once, have not moved meanwhile."""
     reward = f'reward.functions=[{{name="tests.run.runs:kills_its_engine_once", args={{flag="{tmp_path / "flag"}"}}}}]'
-    rl.run(rl_recipe(task, tmp_path / "overlapped", *OPTIONS, reward))
+    rl.run(rl_recipe(task, tmp_path / "overlapped", *OPTIONS, "weight_sync.transport=views", reward))
     assert not actors_left()
     monkeypatch.setattr(PrefixOverlap, "submitted", lambda overlap, claim_ids: None)  # the same plans, with the answers
     rl.run(rl_recipe(task, tmp_path / "serial", *OPTIONS))
@@ -39,7 +40,8 @@ def test_a_run_whose_engine_is_killed_during_the_overlap_equals_the_serial_one(t
     overlapped, serial = records(tmp_path / "overlapped"), learned(tmp_path / "serial")
     assert [r["groups/failed"] > 0 for r in overlapped] == [False, False, True]
     assert all(r["sharing/ahead"] > 0.1 and r["mismatch/logprob_abs_max"] == 0.0 for r in overlapped)
-    of_overlap = {"sharing/ahead", "groups/failed"}
+    assert all(r["weight_sync/bytes"] == 0 for r in overlapped)
+    of_overlap = {"sharing/ahead", "groups/failed", "weight_sync/bytes"}
     assert [{k: v for k, v in r.items() if k not in of_overlap} for r in learned(tmp_path / "overlapped")] == [
         {k: v for k, v in r.items() if k not in of_overlap} for r in serial
     ]

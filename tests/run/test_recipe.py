@@ -78,3 +78,19 @@ def test_a_misspelt_objective_is_refused_before_ray_starts(option: str, value: s
     recipe = load(RLRecipe, None, ["model.path=m", f"algorithm.{option}={value}"])
     with pytest.raises(ConfigError, match=f"algorithm.{option} = '{value}' is not known; did you mean '{nearest}'"), assemble(recipe, resume=False):
         raise AssertionError("a run was assembled")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.engine=sglang", "rollout.engine = 'sglang', whose server has weights of its own"),
+        ("trainer.backend=megatron", "trainer.backend = 'megatron': use 'fsdp'"),
+        ("model.dtype=bfloat16", "model.dtype = 'bfloat16': the trainer's own weights are float32"),
+        ("lora.rank=4", "[lora], whose adapters are all that moves"),
+        ("run.max_staleness=1", "run.max_staleness = 1: engines would answer while their weights change"),
+        ("evaluate.engines=1", "evaluate.engines = 1, which answer while the trainer goes on"),
+    ],
+)
+def test_weights_that_lie_in_one_place_are_refused_where_they_would_move_under_a_reader(override: str, message: str) -> None:
+    options = ["model.dtype=float32", "evaluate.every=1", 'evaluate.data.paths=["x"]']
+    assert f"weight_sync.transport = 'views' does not go with {message}" in refused("weight_sync.transport=views", *options, override)

@@ -76,8 +76,17 @@ class Decoder:
         hidden_ND = self._run(tokens_N, positions_N, self.cache.step_rows(positions_N, length))
         return scaled_logits(hidden_ND, self._head.weight, 1.0, self._linear)
 
+    @property
+    def bound(self) -> bool:
+        """Whether the model's parameters must be written in place: several of them are parts of one product's buffer."""
+        return self._lean is not None
+
+    def unbind(self) -> None:
+        """Go on with the model's own layers, slower for small models: from here on every parameter's storage may be replaced."""
+        self._lean, self._rotary_CE = None, ()
+
     def weights_changed(self) -> None:
-        """Call after the model's parameters were written in place."""
+        """Call after the model's parameters changed."""
         if self._lean is not None:
             self._lean.refresh()
 

@@ -97,13 +97,21 @@ def test_equal_prompts_are_computed_once_and_a_copied_slot_goes_on_alike(invaria
     assert (logits_NV == logits_NV[0]).all()
 
 
-def test_new_weights_are_used_once_they_are_announced() -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_new_weights_are_used_once_they_are_announced(replaced: bool) -> None:
+    """Written in place, or, by a decoder that is unbound, in other memory."""
     model, new = random_model(), random_model(seed=1)
     rows = random_rows([30, 45])
     decoder = Decoder(model, max_rows=8, context=256)
+    decoder.prefill([row[:-1] for row in rows], range(2))
+    if replaced:
+        decoder.unbind()
     with torch.no_grad():
         for own, other in zip(model.parameters(), new.parameters(), strict=True):
-            own.copy_(other)
+            if replaced:
+                own.data = other.data
+            else:
+                own.copy_(other)
     decoder.weights_changed()
     decoder.prefill([row[:-1] for row in rows], range(2))
     found = decoder.step(torch.stack([row[-1] for row in rows]), torch.tensor([29, 44]))
