@@ -116,8 +116,8 @@ def batch_terms(rollout: RolloutConfig, trainer: TrainerConfig, max_staleness: i
 
 
 def shared_memory_terms(model: ModelConfig, rollout: RolloutConfig, transport: str, sent: int, *, apart: int = 0, adapters: bool = False) -> dict[str, int]:
-    """MiB under /dev/shm of one machine by reason. By `tensor`, torch engines serve from the last update's pages. SGLang engines keep what the last update brought, to go back to, beside what comes: with the
-    `tensor` transport those that roll out share it, otherwise each has its own.
+    """MiB under /dev/shm of one machine by reason. By `tensor`, torch engines serve from the last update's pages. SGLang engines
+    keep what the last update brought, to go back to, beside what comes: by `tensor` those that roll out share it, otherwise each has its own.
 
     Args:
         sent: parameters of the model, or of adapters, that an update carries. apart: engines that only evaluate. They catch up one at a time, and
