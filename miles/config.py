@@ -20,6 +20,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 T = TypeVar("T", bound="Section")
 
+LONGEST_S = 10.0**6
+"""The longest deadline that an option may be, eleven days in seconds: what waits for a process counts milliseconds in 32 bits."""
+
 
 class ConfigError(ValueError):
     """A recipe or override that the user has to change."""

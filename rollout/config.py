@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from miles.config import Section
+from miles.config import LONGEST_S, Section
 from miles.data.config import PromptDataConfig
 
 
@@ -34,7 +34,10 @@ class RolloutConfig(SamplingConfig):
     )
     max_attempts: int = Field(3, ge=1, description="how often a failed group is tried before it counts as exhausted")
     timeout_s: float = Field(
-        600.0, gt=0, description="deadline of one group, generation and rewards, in seconds from its turn at an engine: it waits while others fill max_running"
+        600.0,
+        gt=0,
+        le=LONGEST_S,
+        description="deadline of one group, generation and rewards, in seconds from its turn at an engine: it waits while others fill max_running",
     )
     max_running: int = Field(256, ge=1, description="sequences decoded at once by one engine")
     threads: int = Field(1, ge=1, description="CPU threads of each engine")
@@ -49,7 +52,7 @@ class TeacherEngineConfig(Section):
     engines: int = Field(1, ge=1, description="number of engines, one actor each")
     threads: int = Field(1, ge=1, description="CPU threads of each engine")
     gpus_per_engine: float = Field(0, ge=0, description="GPUs of each engine; 0 runs on CPU")
-    timeout_s: float = Field(600.0, gt=0, description="deadline of one call, in seconds; an engine that misses it is started again")
+    timeout_s: float = Field(600.0, gt=0, le=LONGEST_S, description="deadline of one call, in seconds; an engine that misses it is started again")
     sglang_args: dict[str, Any] = Field(default_factory=dict, description="more arguments of the SGLang server, as in its ServerArgs")
 
     @model_validator(mode="after")
@@ -72,7 +75,7 @@ class RewardConfig(Section):
 
     functions: list[RewardItem] = Field(default_factory=lambda: [RewardItem(name="exact_match")], description="reward functions, summed by weight")
     steps: str = Field("", description="regular expression that ends a step of an answer, for functions that reward each (they take `steps`); empty: none do")
-    timeout_s: float = Field(10.0, gt=0, description="deadline of one call; after it the reward is None and is counted")
+    timeout_s: float = Field(10.0, gt=0, le=LONGEST_S, description="deadline of one call; after it the reward is None and is counted")
     workers: int = Field(1, ge=1, description="processes for graders that need one (math)")
     max_failures: int = Field(64, ge=1, description="failures in a row after which the run ends with the last traceback")
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from miles.config import Section
+from miles.config import LONGEST_S, Section
 
 _LOGITS = 2**26
 
@@ -56,7 +56,9 @@ class TrainerConfig(OptimizerConfig):
     pipeline_parallel: int = Field(1, ge=1, description="megatron: stages of layers, one behind the other")
     pipeline_chunks: int = Field(1, ge=1, description="megatron: pieces of the model on each stage; more than one interleaves them for shorter idle times")
     expert_parallel: int = Field(1, ge=1, description="megatron: ranks that share the experts of a layer; they are data- and tensor-parallel otherwise")
-    timeout_s: float = Field(600, gt=0, description="seconds that a rank waits for the others in a collective; one that hangs is then named and the run ends")
+    timeout_s: float = Field(
+        600, gt=0, le=LONGEST_S, description="seconds that a rank waits for the others in a collective; one that hangs is then named and the run ends"
+    )
     threads: int = Field(1, ge=1, description="CPU threads of each rank")
     gpus_per_rank: float = Field(0, ge=0, description="GPUs of each rank; 0 trains on CPU with gloo")
     max_tokens_per_microbatch: int = Field(8192, ge=1, description="tokens packed into one forward; a longer sequence goes alone")

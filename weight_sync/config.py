@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from miles.config import Section
+from miles.config import LONGEST_S, Section
 
 
 class WeightSyncConfig(Section):
@@ -24,4 +24,4 @@ class WeightSyncConfig(Section):
     pause: Literal["abort", "retract", "in_place"] = Field("retract", description="what becomes of running generations during an update")
     bucket_mb: float = Field(64.0, gt=0, description="size of one bucket in MiB")
     verify: Literal["first", "always", "never"] = Field("first", description="when the digest of every tensor is compared on both sides")
-    timeout_s: float = Field(120.0, gt=0, description="deadline of each stage of an update, in seconds")
+    timeout_s: float = Field(120.0, gt=0, le=LONGEST_S, description="deadline of each stage of an update, in seconds")

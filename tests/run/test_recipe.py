@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 
-from miles.config import ConfigError, describe, load
+from miles.config import LONGEST_S, ConfigError, describe, load
 from miles.run.assemble import assemble
 from miles.run.recipe import RLRecipe
 
@@ -19,6 +21,15 @@ def refused(*overrides: str) -> str:
 def test_a_group_of_one_is_refused_by_every_group_relative_estimator(name: str) -> None:
     message = refused("rollout.samples_per_prompt=1", f"algorithm.advantages={name}")
     assert f"rollout.samples_per_prompt = 1 with algorithm.advantages = '{name}'" in message
+
+
+@pytest.mark.parametrize("option", ["reward.timeout_s", "rollout.timeout_s", "weight_sync.timeout_s", "trainer.timeout_s"])
+def test_a_deadline_is_refused_that_no_poll_takes(option: str) -> None:
+    """A run with 1e9 for "never" ended with an OverflowError at its first reward."""
+    assert f"{option} = 1000000000.0 (command line): Input should be less than or equal to 1000000" in refused(f"{option}=1e9")
+    here, there = multiprocessing.Pipe()
+    there.send(0)
+    assert here.poll(LONGEST_S)
 
 
 def test_a_group_of_one_is_taken_where_the_batch_is_the_baseline() -> None:
