@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ ABORT_INTERVAL_S = 0.02
 ABORT_GRACE_S = 2.0
 ABORT_DEADLINE_S = 60.0
 """How long a server may go on with requests that it was told to end. They end within a step, so after this it is broken."""
+GIVEN_UP_S = 10.0
+"""By then SGLang has ended, by itself, requests whose connection was closed."""
 
 
 class SGLangEngine:
@@ -60,6 +62,7 @@ class SGLangEngine:
         common = self._server, self._facts, model.dtype, ranks, weight_version
         self._weights = SGLangWeights(*common) if lora is None else SGLangAdapters(*common, self._adapter)
         self._in_flight: dict[str, str] = {}  # server id -> request id
+        self._given_up: dict[str, str] = {}  # the same, of requests whose caller has gone and which SGLang may be at work on
         self._resumed: asyncio.Event | None = None  # set while paused; new requests wait for it
         self._pause_mode: PauseMode | None = None
         self._own_pause = False
@@ -110,8 +113,12 @@ class SGLangEngine:
         body = request_body(requests, server_ids, self._facts, self._weights.commits, self._seeded) | self._by_adapter(len(requests))
         self._enter(requests, server_ids)
         try:
-            # When the caller gives up, the connection closes, and SGLang itself ends the requests within four seconds.
             answers = await self._server.post("/generate", body, None)
+        except asyncio.CancelledError:
+            # The connection closes, and SGLang itself ends the requests within four seconds; `abort` does it at once.
+            self._given_up |= {server_id: self._in_flight[server_id] for server_id in server_ids}
+            asyncio.get_running_loop().call_later(GIVEN_UP_S, self._forget, server_ids)
+            raise
         finally:
             self._leave(server_ids)
         generations = [generation(request, answer) for request, answer in zip(requests, answers, strict=True)]
@@ -154,13 +161,17 @@ class SGLangEngine:
             self._resumed = None
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`. Returns when they ended; with others of their `generate` call still running, after `ABORT_GRACE_S`.
+        """See `Engine.abort`. Returns when they ended; with others of their `generate` call still running, after `ABORT_GRACE_S`. Those whose
+        caller gave up before are told to end, and not waited for.
 
         While paused by `retract`, a request ends with the tokens the server has handed over, which may be fewer than it made (they
         are then sampled again); paused `in_place`, it ends at `resume`.
         """
         wanted = None if request_ids is None else set(request_ids)
         ids = {server_id for server_id, request_id in self._in_flight.items() if wanted is None or request_id in wanted}
+        if left := {server_id for server_id, request_id in self._given_up.items() if wanted is None or request_id in wanted}:
+            self._forget(left)
+            await self._abort_once(left)
         if self._pause_mode is not None:
             await self._abort_once(ids)
             return
@@ -286,6 +297,10 @@ class SGLangEngine:
             del self._in_flight[server_id]
         if not self._in_flight:
             self._seconds_busy += time.monotonic() - self._busy_since
+
+    def _forget(self, server_ids: Iterable[str]) -> None:
+        for server_id in server_ids:
+            self._given_up.pop(server_id, None)
 
     def _drop_cache(self) -> None:
         if self._pause_mode != "in_place":

@@ -25,7 +25,7 @@ from rollout.engines import sglang_engine
 from rollout.engines.contracts import EngineError, Generation, Request
 from rollout.engines.sglang_engine import SGLangEngine
 from rollout.engines.sglang_launcher import group_members, shared_files
-from tests.conformance.engine_bench import Bench, changed, request
+from tests.conformance.engine_bench import FULL, Bench, changed, request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -90,6 +90,32 @@ def test_true_on_policy_logprobs_are_the_trainers_bit_for_bit(doomed: SGLangEngi
 def test_without_the_batch_invariant_operators_they_are_not(sglang_engine: SGLangEngine, tiny_model: Path, tmp_path: Path) -> None:
     Bench(sglang_engine, tiny_model).settle(tmp_path)
     assert 0.0 < _largest_difference(sglang_engine, tiny_model, 1.0) < 2e-5
+
+
+def test_requests_whose_caller_has_gone_end_when_they_are_aborted(sglang_engine: SGLangEngine, tiny_model: Path, tmp_path: Path) -> None:
+    """As those of a group that was aborted, or timed out. The server refuses to drop its cache while it has requests; these have some 200 steps
+    left, and it answers once a step at most."""
+    bench = Bench(sglang_engine, tiny_model)
+    bench.settle(tmp_path)
+    crowd = [request(new=FULL, start=i, seed=i, name=f"7/{i}") for i in range(16)]
+
+    async def case() -> list[str]:
+        (task,) = await bench.under_way(crowd)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled(), "they were over before they could be given up"
+        await sglang_engine.abort([r.request_id for r in crowd])
+        refused = []
+        for _ in range(8):
+            try:
+                await sglang_engine._call("/flush_cache", {})
+            except EngineError as error:
+                refused.append(str(error))
+            else:
+                break
+        return refused
+
+    assert len(asyncio.run(case())) < 8
 
 
 def test_a_request_that_no_abort_ends_is_an_error_at_the_deadline(doomed: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
