@@ -106,15 +106,20 @@ class EvaluationFleet:
             return None
 
     async def _prepare(self, index: int, version: int) -> None:
-        if index not in self.fleet.engine_ids:
-            await self.fleet.replace(index)
-        elif version == 0:
+        """The engine serves `version`; one that died, unnoticed while it was idle or on the way there, is replaced once."""
+        if index in self.fleet.engine_ids and await self._brought(index, version):
             return
-        if version > 0 and (why := await self._catch_up(self._first + index)) is not None:
-            self.fleet.mark_dead(index, why)
-            logger.warning("an engine for evaluations died while it took up version %d: %s", version, why)
-            return
-        self.fleet.admit(index)
+        await self.fleet.replace(index)
+        if await self._brought(index, version):
+            self.fleet.admit(index)
+
+    async def _brought(self, index: int, version: int) -> bool:
+        """To `version`; a fresh engine is at 0."""
+        if version == 0 or (why := await self._catch_up(self._first + index)) is None:
+            return True
+        self.fleet.mark_dead(index, why)
+        logger.warning("an engine for evaluations died before it had taken up version %d: %s", version, why)
+        return False
 
 
 async def _nobody_heals() -> None:

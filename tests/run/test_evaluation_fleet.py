@@ -11,14 +11,22 @@ from miles.run.evaluation_fleet import EvaluationFleet
 
 
 class Fleet:
-    """One engine, and the version that it serves."""
+    """One engine, and the version that it serves; None: it was killed."""
 
-    size, engine_ids = 1, (0,)
+    size = 1
 
     def __init__(self) -> None:
+        self.version: int | None = 0
+        self.engine_ids = [0]
+
+    def mark_dead(self, index: int, why: str) -> None:
+        self.engine_ids = []
+
+    async def replace(self, index: int) -> None:
         self.version = 0
 
-    def admit(self, index: int) -> None: ...
+    def admit(self, index: int) -> None:
+        self.engine_ids = [0]
 
 
 class Evaluator:
@@ -29,6 +37,7 @@ class Evaluator:
 
     async def run(self, fleet: Fleet, heal: object) -> Evaluation:
         version = fleet.version
+        assert version is not None, "it cannot answer"
         await self.may_end.wait()
         return Evaluation({"eval/version": float(version)}, ())
 
@@ -36,9 +45,12 @@ class Evaluator:
 def apart(trainer_version: int) -> tuple[EvaluationFleet, Evaluator]:
     fleet, evaluator = Fleet(), Evaluator()
 
-    async def catch_up(engine_id: int) -> None:
+    async def catch_up(engine_id: int) -> str | None:
         assert engine_id == 2
+        if fleet.version is None:
+            return "killed"
         fleet.version = trainer_version
+        return None
 
     return EvaluationFleet(evaluator, fleet, 2, catch_up), evaluator  # type: ignore[arg-type]
 
@@ -70,3 +82,14 @@ def test_a_resumed_run_makes_up_for_what_its_checkpoint_was_owed(owed: int, eval
 
     assert asyncio.run(case()) == Evaluation({"eval/version": float(evaluated), "eval/late": float(7 - evaluated)}, ())
     assert ("version 4 had not ended, and its weights are gone: version 6 is evaluated in its place" in caplog.text) == told
+
+
+def test_an_engine_that_was_killed_while_it_was_idle_costs_no_evaluation() -> None:
+    async def case() -> Evaluation | None:
+        evaluation, evaluator = apart(4)
+        evaluator.may_end.set()
+        evaluation.fleet.version = None  # type: ignore[attr-defined]
+        await evaluation.begin(4)
+        return await evaluation.end(4)
+
+    assert asyncio.run(case()) == Evaluation({"eval/version": 4.0, "eval/late": 0.0}, ())
