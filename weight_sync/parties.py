@@ -93,14 +93,25 @@ async def call_trainer(trainer: Trainer, timeout_s: float, fn: Callable[..., Any
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line. Actors wrap what was raised in them: a WeightSyncError inside says it best."""
+    """An error in one line. Actors wrap what was raised in them: a WeightSyncError inside says it best, else the first that is no remote traceback."""
+    whose: list[str] = []
     for inner in causes(error):
         if isinstance(inner, WeightSyncError):
             return " ".join(str(inner).split())
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, TimeoutError) and not lines:
-        return "no answer in time"
-    return ": ".join([type(error).__name__, *lines[:2]])
+    for inner in causes(error):
+        lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+        if any(line.startswith(_REMOTE) for line in lines[:2]):
+            whose = whose or [line.rstrip(":") for line in lines[:1] if not line.startswith(_REMOTE)]
+            last = lines[-1]
+        elif isinstance(inner, TimeoutError) and not lines:
+            return ": ".join([*whose, "no answer in time"])
+        else:
+            return ": ".join([*whose, type(inner).__name__, *lines[:2]])
+    return ": ".join([*whose, last])
+
+
+_REMOTE = "\x1b["
+"""What Ray begins the header of a remote traceback with, a colour. Its last line is the error."""
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
