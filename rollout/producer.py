@@ -52,6 +52,8 @@ class Producer:
     Attributes:
         heal: brings dead engines back at the current weights; called while the trainer is idle.
         submitted: told of the claims that engines have just been given, retried ones too.
+        made_by: digest of the options that groups are sampled and rewarded by. Groups that wait in a checkpoint and were made by others would be
+            trained by a temperature, rewards or turns that are not this run's: they are generated again.
     """
 
     stream: PromptStream
@@ -67,6 +69,7 @@ class Producer:
     heal: Callable[[], Awaitable[None]]
     submitted: Callable[[Sequence[int]], None] | None = None
     extra_prompts: int = 0
+    made_by: str = ""
     _counts: Counter[str] = field(default_factory=Counter)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _filtered: list[Group] = field(default_factory=list)
@@ -116,13 +119,16 @@ class Producer:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON: what a resumed run needs to skip no prompt and repeat none. Groups that were in flight are generated again."""
-        return {"claims": self.claims.state_dict(), "buffer": self.buffer.state_dict(), "stream": self.stream.fingerprint}
+        return {"claims": self.claims.state_dict(), "buffer": self.buffer.state_dict(), "stream": self.stream.fingerprint, "made_by": self.made_by}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ConfigError where the prompts or their order are not those that the claims were made on."""
         refuse_other_data(state["stream"], self.stream.fingerprint)
         self.claims.load_state_dict(state["claims"])
         self.buffer.load_state_dict(state["buffer"], self.stream.prompt)
+        if state.get("made_by", self.made_by) != self.made_by and len(self.buffer):
+            logger.warning("--resume: %d groups that wait were sampled or rewarded by other options, and are generated again", len(self.buffer))
+            self.buffer = Buffer()
         buffered = set(self.buffer.claim_ids())
         self._waiting = [claim_id for claim_id in self.claims.in_flight() if claim_id not in buffered]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -344,6 +346,7 @@ def _build(
         dynamic_sampling=config.algorithm.dynamic_sampling,
         max_sampling_rounds=config.algorithm.max_sampling_rounds,
         extra_prompts=rollout.extra_prompts,
+        made_by=made_by(config),
         heal=heal,
     )
     run = RLRun(
@@ -369,3 +372,10 @@ def _build(
         run.overlap = PrefixOverlap(trainer, producer, rollout.samples_per_prompt, lambda: run.version)
         producer.submitted = run.overlap.submitted
     return run
+
+
+def made_by(config: RLRecipe) -> str:
+    """Digest of what must be the same of a group that was made before a resume: rewards and their steps, the temperature that the trainer scores at,
+    the size of groups."""
+    options = [config.reward.model_dump(mode="json", include={"functions", "steps"}), config.rollout.temperature, config.rollout.samples_per_prompt]
+    return hashlib.blake2b(json.dumps(options, sort_keys=True).encode(), digest_size=8).hexdigest()

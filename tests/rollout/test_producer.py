@@ -301,6 +301,31 @@ def test_a_killed_and_resumed_run_asks_again_for_what_was_in_flight_and_for_noth
     run(test)
 
 
+def test_a_resumed_run_of_other_rewards_or_another_temperature_generates_again_what_waits() -> None:
+    async def test() -> None:
+        fleet = Fleet()
+        made = producer(fleet, max_staleness=1)
+        made.made_by = "temperature 1"
+        taking = asyncio.ensure_future(made.take(0))
+        await settle()
+        await fleet.answer(range(N), at(0))
+        made.trained((await taking).groups)
+        await fleet.answer([5, 6], at(0))
+        state = json.loads(json.dumps(made.state_dict()))
+
+        fleet = Fleet()
+        resumed = producer(fleet, max_staleness=1)
+        resumed.made_by = "temperature 0.7"
+        resumed.load_state_dict(state)
+        taking = asyncio.ensure_future(resumed.take(1))
+        await settle()
+        assert sorted(fleet.asked) == [4, 5, 6, 7, 8, 9, 10, 11]
+        await fleet.answer([4, 5, 6, 7], at(1))
+        assert [g.oldest_version for g in (await taking).groups] == [1, 1, 1, 1]
+
+    run(test)
+
+
 @pytest.mark.parametrize("other", [{"seed": 1}, {"size": 7}])
 def test_a_run_is_not_resumed_on_other_data_or_in_another_order(other: dict[str, int]) -> None:
     state = producer(Fleet()).state_dict()

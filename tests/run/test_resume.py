@@ -10,7 +10,8 @@ import pytest
 
 from miles.config import ConfigError, load
 from miles.core.checkpoint.store import MANIFEST, CheckpointStore
-from miles.run.recipe import SFTRecipe
+from miles.run.assemble import made_by
+from miles.run.recipe import RLRecipe, SFTRecipe
 from miles.run.resume import first_step, position
 
 ADAPTERS = ("lora.rank=4", 'lora.targets=["q_proj","k_proj"]')
@@ -86,3 +87,13 @@ def test_other_trained_parts_of_the_model_are_refused(tmp_path: Path, options: l
     assert first_step(recipe("lora.rank=4"), store, "data") == 11, "all targets may be those"
     with pytest.raises(ConfigError, match=message):
         first_step(recipe(*options), store, "data")
+
+
+def test_what_waiting_groups_were_made_by_is_rewards_temperature_and_size() -> None:
+    def digest(*overrides: str) -> str:
+        return made_by(load(RLRecipe, None, ["model.path=m", *overrides]).config)
+
+    kept = digest("reward.workers=3", "reward.timeout_s=1", "rollout.timeout_s=1", "trainer.lr=1", "rollout.top_k=5")
+    assert digest() == kept, "log-probs are of the whole distribution, whatever top_k keeps"
+    others = [digest(o) for o in ("rollout.temperature=0.7", "rollout.samples_per_prompt=4", "reward.steps=x", 'reward.functions=[{name="math"}]')]
+    assert len({digest(), *others}) == 5
