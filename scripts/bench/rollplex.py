@@ -12,7 +12,8 @@ plan of the same samples' lengths:
     apart       serial, but each process has one core for itself and leaves it idle while the other works: disaggregation
 Views: what of a device's weights rollout and trainer need hold only once, by tensor-parallel degrees, in bfloat16; derived from both sides'
 name-and-slice maps, which tests compare on real tensors.
-Simulated: `miles.core.planning.overlap` with nominal figures of a GPU, which are printed. No GPU was there to measure.
+Simulated: `miles.core.planning.overlap`. Its arithmetic is held against what was measured here (`predicted`); a GPU's figures are its data
+sheet's, at shares of their peaks that are usual and within ranges of these, which are printed. No GPU was there to measure.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def main() -> int:
     parser.add_argument("--simulate", action="store_true")
     options = parser.parse_args()
     if not options.simulate:
-        print(f"{'mix':<10}{'P x R x G':<16}" + "".join(f"{side:>12}" for side in SIDES) + f"{'over serial':>14}{'over apart':>12}{'predicted':>12}")
+        print(f"{'mix':<10}{'P x R x G':<16}" + "".join(f"{side:>12}" for side in SIDES) + f"{'over serial':>14}{'over apart':>12}{'predicted':>16}")
         for mix in MIXES:
             if options.mix in (None, mix.name):
                 measure(mix, options.rounds)
@@ -78,7 +79,7 @@ def main() -> int:
 
 
 def measure(mix: Mix, rounds: int) -> None:
-    """One line. `predicted`: what the arithmetic makes of the phases' own seconds, over serial; phases that share two cores halve each other at worst."""
+    """One line. `predicted`: both ratios as the simulation's arithmetic makes them of the phases' own seconds, did they not slow each other down."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder))
@@ -106,13 +107,17 @@ def measure(mix: Mix, rounds: int) -> None:
 def line(mix: Mix, seconds: dict[str, list[float]], phases: dict[str, float]) -> str:
     middle = {side: statistics.median(values) for side, values in seconds.items()}
     ratios = [statistics.median(a / b for a, b in zip(seconds[side], seconds["rollplex"], strict=True)) for side in ("serial", "apart")]
-    alone = Phases(generate=phases["generate"], prefix=phases["prefix"], rest=phases["step"])
-    slower = max(phases["generate, one thread"] / phases["generate"], 1.0), max(phases["prefix, one thread"] / phases["prefix"], 1.0)
-    predicted = alone.serial / alone.overlapped(*slower)
+    serial = Phases(generate=phases["generate"], prefix=phases["prefix"], rest=phases["step"]).serial
+    # Beside each other both have the core that they had when alone with one thread.
+    beside = Phases(generate=phases["generate, one thread"], prefix=phases["prefix, one thread"], rest=phases["step"])
+    overlapped = beside.overlapped(1.0, 1.0)
+    apart = beside.generate + beside.prefix + phases["step, one thread"]
+    predicted = f"{serial / overlapped:.2f}, {apart / overlapped:.2f}"
+    slower = (middle["rollplex"] - beside.rest) / (overlapped - beside.rest)
     title = f"{mix.name:<10}{f'{mix.prompt} x {mix.response} x {mix.group}':<16}"
     details = ", ".join(f"{name} {value:.2f}" for name, value in phases.items())
     measured = "".join(f"{middle[side]:>11.2f}s" for side in SIDES) + f"{ratios[0]:>14.2f}{ratios[1]:>12.2f}"
-    return f"{title}{measured}{predicted:>12.2f}\n    phases alone, s: {details}"
+    return f"{title}{measured}{predicted:>16}\n    phases alone, s: {details}; beside each other {slower:.2f} times slower than alone on their cores"
 
 
 def step(side: str, engine: Connection, trainer: Connection, number: int, phases: dict[str, list[float]]) -> float:
@@ -286,16 +291,39 @@ JOBS = (
 )
 
 
+LOW = Machine(flops=0.3 * 990e12, bandwidth=0.5 * 3.35e12)
+HIGH = Machine(flops=0.5 * 990e12, bandwidth=0.85 * 3.35e12)
+SLOWER = ((1.05, 1.15), (1.15, 1.35), (1.3, 1.8))
+"""Of decoding and of prompts beside it: little, as nominal, and much."""
+
+
 def simulate() -> None:
     machine = Machine()
     print(f"\nsimulated, {machine.gpus} GPUs: {machine}")
-    print(f"{'job':<38}{'generate':>10}{'prefix':>9}{'rest':>9}{'serial':>9}{'rollplex':>10}{'over serial':>13}{'over apart':>12}   paper 1.23-1.30, 1.57-2.24")
+    print(
+        f"ranges: products at 30 to 50% of their peak, bandwidth at 50 to 85%, each with the other; beside each other {SLOWER[0]} to {SLOWER[-1]} times slower"
+    )
+    print(f"{'job':<38}{'generate':>10}{'prefix':>9}{'rest':>9}{'serial':>9}{'rollplex':>10}{'over serial':>20}{'over apart':>20}")
     for job in JOBS:
         phases = phases_of(job, machine)
-        overlapped = phases.overlapped(machine.slower_decode, machine.slower_prefix)
-        apart = min(phases.disaggregated(share / machine.gpus) for share in range(4, machine.gpus, 4))
+        overlapped, over_serial, over_apart = ratios_of(phases, machine, (machine.slower_decode, machine.slower_prefix))
+        every = [
+            ratios_of(phases_of(job, replace(machine, flops=flops, bandwidth=bandwidth)), machine, slower)
+            for flops in (LOW.flops, HIGH.flops)
+            for bandwidth in (LOW.bandwidth, HIGH.bandwidth)
+            for slower in SLOWER
+        ]
+        spans = [f"{value:.2f} ({min(e[i] for e in every):.2f}-{max(e[i] for e in every):.2f})" for i, value in ((1, over_serial), (2, over_apart))]
         seconds = f"{phases.generate:>9.1f}s{phases.prefix:>8.1f}s{phases.rest:>8.1f}s{phases.serial:>8.1f}s{overlapped:>9.1f}s"
-        print(f"{job.name:<38}{seconds}{phases.serial / overlapped:>13.2f}{apart / overlapped:>12.2f}")
+        print(f"{job.name:<38}{seconds}{spans[0]:>20}{spans[1]:>20}")
+    print(f"{'the paper':<38}{'':>45}{'1.23-1.30':>20}{'1.57-2.24':>20}")
+
+
+def ratios_of(phases: Phases, machine: Machine, slower: tuple[float, float]) -> tuple[float, float, float]:
+    """Seconds of a step with prompts beside decoding; serial steps and those of the best disaggregation over it."""
+    overlapped = phases.overlapped(*slower)
+    apart = min(phases.disaggregated(share / machine.gpus) for share in range(4, machine.gpus, 4))
+    return overlapped, phases.serial / overlapped, apart / overlapped
 
 
 def phases_of(job: Job, machine: Machine) -> Phases:
