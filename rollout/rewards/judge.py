@@ -19,6 +19,7 @@ import os
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -134,6 +135,7 @@ def check(
     attempts: int = 4,
     timeout_s: float = 60.0,
     backoff_s: float = 1.0,
+    cache: str | None = None,
     **other: Any,
 ) -> None:
     """Refuse arguments of `judge` that cannot work, before a run starts.
@@ -154,6 +156,11 @@ def check(
         raise ConfigError(f"reward judge: scale = {list(scale)} must be the lowest and the highest number, for example [0, 10]")
     if attempts < 1 or timeout_s <= 0 or backoff_s < 0:
         raise ConfigError(f"reward judge: attempts = {attempts} must be at least 1, timeout_s = {timeout_s} above 0, backoff_s = {backoff_s} not below 0")
+    if cache is not None:
+        folder = Path(cache).absolute()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK)):
+            raise ConfigError(f"reward judge: cache = {cache!r} cannot be written: {str(there)!r} is no folder, or one that you may not write to")
 
 
 def _fill(template: str, fields: dict[str, str]) -> str:

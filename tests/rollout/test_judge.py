@@ -14,7 +14,7 @@ from miles.config import ConfigError, load
 from miles.data.types import Prompt, Sample, Status
 from miles.run.recipe import RLRecipe
 from rollout.config import RewardConfig, RewardItem
-from rollout.rewards.judge import JudgeError, judge
+from rollout.rewards.judge import JudgeError, check, judge
 from rollout.rewards.registry import resolve
 from rollout.rewards.runner import RewardRunner
 from tests.rollout.judge_server import said, serving
@@ -148,6 +148,22 @@ def test_a_verdict_that_is_kept_on_disk_is_not_asked_for_again(tmp_path):
     assert answers == [0.4, 0.4, 0.4]
     assert len(server.requests) == 1
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["Score: 4"]
+
+
+def test_a_verdict_that_cannot_be_kept_counts_all_the_same(tmp_path, caplog):
+    (tmp_path / "cache").mkdir()
+    for number in range(256):  # where each of the cache's folders would be
+        (tmp_path / "cache" / f"{number:02x}").touch()
+    answers, server = verdict("Score: 4", "Score: 8", cache=str(tmp_path / "cache"), times=2)
+    assert answers == [0.4, 0.8]
+    assert len(server.requests) == 2
+    assert caplog.text.count("verdicts are not kept in") == 1
+
+
+def test_a_cache_in_the_place_of_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cache = '.*file/cache' cannot be written: '.*/file' is no folder"):
+        check(base_url="http://127.0.0.1:1/v1", cache=str(tmp_path / "file" / "cache"))
 
 
 def test_kept_words_that_a_new_pattern_cannot_read_are_asked_for_again(tmp_path):

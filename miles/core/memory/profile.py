@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,25 @@ def key_of(config: dict[str, Any], dtype: torch.dtype, device: torch.device, thr
 
 
 def load(key: str) -> Profile | None:
-    """None where none was stored."""
-    path = folder() / f"{key}.json"
-    if not path.is_file():
+    """None where none was stored, or what is there cannot be read: it is then measured anew."""
+    try:
+        path = folder() / f"{key}.json"
+        if not path.is_file():
+            return None
+        found = json.loads(path.read_text())
+        return Profile(recompute=tuple(map(float, found["recompute"])), compress=tuple(map(float, found["compress"])))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        logger.warning("the kept profile %s cannot be read, and is measured anew: %r", key, error)
         return None
-    found = json.loads(path.read_text())
-    return Profile(recompute=tuple(found["recompute"]), compress=tuple(found["compress"]))
 
 
 def store(key: str, profile: Profile) -> None:
-    """Whole or not at all, also where two runs do it at once."""
-    path = folder() / f"{key}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(asdict(profile)))
-    partial.replace(path)
+    """Whole or not at all, also where two runs do it at once. Where it cannot be, that is said, and the next run measures again."""
+    try:
+        path = folder() / f"{key}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(asdict(profile)))
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:  # no room, no right, or no home at all
+        logger.warning("the profile of this model is not kept (%s): set MILES_CACHE to a folder that can be written", error)

@@ -41,3 +41,20 @@ def test_a_profile_is_found_again_under_its_own_key_alone(tmp_path: Path, monkey
         key_of({"hidden_size": 64}, torch.float32, cpu, 2),
     ]
     assert [profile.load(other) for other in others] == [None] * 3
+
+
+def test_a_cache_that_cannot_be_read_or_written_costs_a_measurement_and_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = Profile(recompute=(1e-6,), compress=(3e-7,))
+    monkeypatch.setenv("MILES_CACHE", str(tmp_path))
+    profile.store("k", stored)
+    for broken in ("", "{}", '{"recompute": null, "compress": [1]}', '{"recompute": ["a"], "compress": [1]}'):
+        (profile.folder() / "k.json").write_text(broken)
+        assert profile.load("k") is None
+    assert caplog.text.count("cannot be read, and is measured anew") == 4
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MILES_CACHE", str(tmp_path / "file"))
+    profile.store("k", stored)
+    assert profile.load("k") is None
+    assert "is not kept" in caplog.text
