@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import regex
 
 from miles.config import ConfigError
 from miles.data.types import Prompt, Sample
@@ -107,7 +108,7 @@ async def judge(
     async def ask() -> tuple[str, float]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
             words = await _post(session, url, request, key)
-        return words, _number(words, pattern, scale)
+        return words, await _number(words, pattern, scale, timeout_s)
 
     if cache is None:
         return (await _persist(ask, attempts, backoff_s))[1]
@@ -117,7 +118,7 @@ async def judge(
         words = await asyncio.to_thread(kept.get, name)
         if words is not None:
             try:
-                return _number(words, pattern, scale)
+                return await _number(words, pattern, scale, timeout_s)
             except _Passing:
                 pass  # kept under another pattern or scale: ask again, and keep the new words
         words, number = await _persist(ask, attempts, backoff_s)
@@ -147,8 +148,8 @@ def check(
     if "response" not in _FIELD.findall(template):
         raise ConfigError("reward judge: template has no {response}, so that the judge would not see what it judges")
     try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
+        groups = regex.compile(pattern).groups
+    except regex.error as error:
         raise ConfigError(f"reward judge: pattern = {pattern!r} is no regular expression: {error}") from error
     if groups < 1:
         raise ConfigError(f"reward judge: pattern = {pattern!r} has no group: put the number in parentheses")
@@ -209,8 +210,16 @@ async def _post(session: aiohttp.ClientSession, url: str, request: dict[str, Any
     return words
 
 
-def _number(words: str, pattern: str, scale: Sequence[float] | None) -> float:
-    found = [match[1] for match in re.finditer(pattern, words) if match[1] is not None]
+async def _number(words: str, pattern: str, scale: Sequence[float] | None, timeout_s: float) -> float:
+    """The search may take a time that doubles with every character, so it has a deadline, and the event loop goes on meanwhile."""
+
+    def search() -> list[str]:
+        return [match[1] for match in regex.finditer(pattern, words, timeout=timeout_s, concurrent=True) if match[1] is not None]
+
+    try:
+        found = await asyncio.to_thread(search)
+    except TimeoutError:
+        raise _Passing(f"pattern {pattern!r} was not through the judge's words within {timeout_s:g} s: {_quote(words, None)}") from None
     if not found:
         raise _Passing(f"nothing in the judge's words matches pattern {pattern!r}: {_quote(words, None)}")
     try:

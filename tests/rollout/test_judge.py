@@ -150,6 +150,21 @@ def test_a_verdict_that_is_kept_on_disk_is_not_asked_for_again(tmp_path):
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["Score: 4"]
 
 
+def test_words_that_the_pattern_is_lost_in_cost_a_deadline_and_the_loop_goes_on():
+    async def ask():
+        async with serving("a" * 100) as server:
+            arguments = {"base_url": server.url, "model": "m", "pattern": r"((a|aa)+)\.", "attempts": 1, "timeout_s": 0.3}
+            asking, rounds = asyncio.ensure_future(judge(SAMPLE, prompt=PROMPT, text="seven", **arguments)), 0
+            while not asking.done():
+                await asyncio.sleep(0.01)
+                rounds += 1
+            return asking.exception(), rounds
+
+    error, rounds = asyncio.run(ask())
+    assert "was not through the judge's words within 0.3 s" in str(error)
+    assert rounds > 2
+
+
 def test_a_verdict_that_cannot_be_kept_counts_all_the_same(tmp_path, caplog):
     (tmp_path / "cache").mkdir()
     for number in range(256):  # where each of the cache's folders would be
