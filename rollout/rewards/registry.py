@@ -38,7 +38,12 @@ BUILT_IN: dict[str, tuple[str, Place]] = {
     "judge": ("rollout.rewards.judge:judge", "loop"),
     "reward_model": ("rollout.rewards.reward_model:reward_model", "process"),
 }
-_CHECKS = {"judge": "rollout.rewards.judge:check", "reward_model": "rollout.rewards.reward_model:check"}
+_CHECKS = {
+    "judge": "rollout.rewards.judge:check",
+    "reward_model": "rollout.rewards.reward_model:check",
+    "length": "rollout.rewards.shaping:check_length",
+    "format": "rollout.rewards.shaping:check_matches",
+}
 """What a built-in function has to say about its arguments before a run starts: called with the item's `args`, it raises ConfigError."""
 PREPARATIONS = {"rollout.rewards.reward_model:reward_model": "rollout.rewards.reward_model:prepare"}
 """What a worker process calls with the item's `args` before the first call, whose deadline would count it."""

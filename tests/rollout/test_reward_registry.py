@@ -18,6 +18,9 @@ def of(*items):
     [
         ({"name": "exact_mach"}, r"unknown reward function 'exact_mach'; did you mean 'exact_match'\?"),
         ({"name": "zzz"}, "unknown reward function 'zzz'; valid: exact_match, format, judge, length, math, reward_model; a function of yours is named"),
+        ({"name": "length", "args": {"max_tokens": 8, "buffer": 9}}, r"reward length: buffer = 9 must lie in 1\.\.max_tokens = 8"),
+        ({"name": "length", "args": {"max_tokens": "8", "buffer": 9}}, "reward function 'length': one of its args has the wrong type"),
+        ({"name": "format", "args": {"pattern": "(a"}}, r"reward format: pattern = '\(a' is no regular expression"),
         ({"name": "no_such_module:f"}, "no module named 'no_such_module' can be imported"),
         ({"name": f"{GRADERS}:goood"}, r"the module 'tests.rollout.graders' has no 'goood'; did you mean 'good'\?"),
         ({"name": f"{GRADERS}:not_a_function"}, "is a int, not a function"),
