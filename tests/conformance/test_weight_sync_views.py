@@ -13,6 +13,7 @@ from miles.data.types import Sample, Status
 from tests.weight_sync.cast import Cast, publish
 from tests.weight_sync.parts import export_shas
 from trainer.fsdp.backend import FSDPBackend
+from weight_sync.gather import export_specs
 from weight_sync.transaction import UpdateAborted
 
 
@@ -37,29 +38,54 @@ def train(cast: Cast, seed: int) -> dict[str, str]:
     return asyncio.run(cast.trainer.run_on_ranks(export_shas, "float32"))[0]
 
 
-@pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.full)])
-def cast(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cast]:
-    """1, 2 and 4 trainer ranks, two engines."""
-    made = Cast(tiny_model, tmp_path_factory.mktemp("cast"), world=request.param, engines=2)
+LAYOUTS = {
+    "1": {"world": 1},
+    "2": {"world": 2},
+    "2 tensor": {"world": 2, "tensor_parallel": 2},
+    "4": {"world": 4},
+    "2 shards x 2 tensor": {"world": 4, "tensor_parallel": 2},
+    "2 replicas": {"world": 2, "replicas": 2},
+}
+IN_THE_GATE = ("1", "2", "2 tensor")
+
+
+@pytest.fixture(scope="module", params=[name if name in IN_THE_GATE else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS])
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def cast(layout: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cast]:
+    """Trainer ranks in that layout, two engines."""
+    made = Cast(tiny_model, tmp_path_factory.mktemp("cast"), engines=2, **LAYOUTS[layout])  # type: ignore[arg-type]
     yield made
     made.close()
 
 
-def test_engines_hold_the_export_and_nothing_was_sent(cast: Cast, tmp_path: Path) -> None:
+def copied(layout: str, cast: Cast) -> int:
+    """Bytes of what two ranks have both, or have columns of: it cannot be viewed."""
+    if layout in ("1", "2", "4"):
+        return 0
+    specs = asyncio.run(cast.trainer.run_on_ranks(export_specs))[0]
+    rows_alone = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") if "tensor" in layout else ()
+    return sum(4 * spec.numel for spec in specs if not any(name in spec.name for name in rows_alone))
+
+
+def test_engines_hold_the_export_and_what_is_viewed_was_not_sent(layout: str, cast: Cast, tmp_path: Path) -> None:
     exported = train(cast, 0)
     version = cast.next_version()
     result = publish(cast.sync(tmp_path / "journal", "views", verify="always"), version)
     assert cast.held() == {0: exported, 1: exported}
     assert result.digests_compared == 2 * (len(exported) - 1)  # tied embeddings once
-    assert result.bytes == 0
+    assert result.bytes == copied(layout, cast)
     assert cast.generating() == {0: version, 1: version}
 
 
-def test_engines_see_a_step_at_once_and_answer_after_its_publication_alone(cast: Cast, tmp_path: Path) -> None:
+def test_engines_see_a_step_at_once_and_answer_after_its_publication_alone(layout: str, cast: Cast, tmp_path: Path) -> None:
     version = cast.next_version()
     publish(cast.sync(tmp_path / "journal", "views"), version)
     exported = train(cast, 1)
-    assert cast.held() == {0: exported, 1: exported}
+    assert (cast.held() == {0: exported, 1: exported}) == (not copied(layout, cast))
     assert set(cast.versions().values()) == {version}
     with pytest.raises(Exception, match="the trainer's weights have moved"):
         cast.engines.processes[0].call("generate_some")
@@ -110,9 +136,8 @@ def test_other_transports_leave_the_trainers_weights_alone(cast: Cast, tmp_path:
     assert before != after
 
 
-def test_weights_that_moved_into_shared_memory_train_to_the_same_bits(cast: Cast, tiny_model: Path, tmp_path: Path) -> None:
-    world = len(cast.ranks)
-    here, there = (Cast(tiny_model, folder, world=world, engines=1) for folder in (_made(tmp_path / "here"), _made(tmp_path / "there")))
+def test_weights_that_moved_into_shared_memory_train_to_the_same_bits(layout: str, tiny_model: Path, tmp_path: Path) -> None:
+    here, there = (Cast(tiny_model, folder, engines=1, **LAYOUTS[layout]) for folder in (_made(tmp_path / "here"), _made(tmp_path / "there")))  # type: ignore[arg-type]
     try:
         train(here, 5)
         train(there, 5)

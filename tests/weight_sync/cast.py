@@ -16,13 +16,15 @@ from weight_sync.transports.tensor_transport import FOLDER
 
 
 class Cast:
-    """`world` FSDP ranks and engines 0 ... n-1 on one model, each a process. Weights and versions only go forward."""
+    """`world` FSDP ranks (with more of `[trainer]`) and engines 0 ... n-1 on one model, each a process. Weights and versions only go forward."""
 
-    def __init__(self, model_path: Path, folder: Path, *, world: int, engines: int, dtype: str = "float32", lora: LoraConfig | None = None) -> None:
+    def __init__(
+        self, model_path: Path, folder: Path, *, world: int, engines: int, dtype: str = "float32", lora: LoraConfig | None = None, **trainer: Any
+    ) -> None:
         self._model_path = str(model_path)
         self.dtype = dtype
         self._lora = lora
-        self.ranks = [Process(Rank, self._model_path, dtype, rank, world, str(folder / "rendezvous"), lora) for rank in range(world)]
+        self.ranks = [Process(Rank, self._model_path, dtype, rank, world, str(folder / "rendezvous"), lora, trainer) for rank in range(world)]
         self.trainer = TrainerProcesses(self.ranks)
         self.engines = EngineProcesses({i: self._new_engine() for i in range(engines)})
 

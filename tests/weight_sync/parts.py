@@ -34,11 +34,12 @@ PROMPT = (9, 10, 11)
 class Rank:
     """One rank of an FSDP trainer. Carries out one call at a time, as an actor does."""
 
-    def __init__(self, model_path: str, dtype: str, rank: int, world: int, rendezvous: str, lora: LoraConfig | None = None) -> None:
+    def __init__(self, model_path: str, dtype: str, rank: int, world: int, rendezvous: str, lora: LoraConfig | None, trainer: dict[str, Any]) -> None:
         if world > 1 or dtype != "float32":
             dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
         model = ModelConfig.model_validate({"path": model_path, "dtype": dtype})
-        self._backend = FSDPBackend(model, TrainerConfig(), None, temperature=1.0, max_new_tokens=8, seed=0, total_steps=1, rank=rank, world=world, lora=lora)
+        config = TrainerConfig.model_validate({"ranks": world} | trainer)
+        self._backend = FSDPBackend(model, config, None, temperature=1.0, max_new_tokens=8, seed=0, total_steps=1, rank=rank, world=world, lora=lora)
         self._rank = rank
         self._lock = threading.Lock()
 

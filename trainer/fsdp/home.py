@@ -1,8 +1,8 @@
 """Parameters in memory that other processes of the machine may map: engines then read the trainer's weights where they lie.
 
-Each parameter lies there whole, as one piece. FSDP cuts parameters by rows, so the parts of all ranks are neighbours in it, padding last,
-and a rank's own part is a view like any other. What is cut otherwise (over tensor-parallel ranks, or once for each replica) stays where it
-is, and so does what is no parameter.
+Each parameter lies there whole, as one piece, and the rows that a rank has of it are a view like any other. FSDP cuts by rows, padding last,
+and tensor parallelism cuts some by rows, too. What is cut by columns stays where it is, and so does what two ranks have both, as replicas do:
+each steps what it has. So does what is no parameter.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from weight_sync.contracts import Home, Placed
 from weight_sync.slices import Block
@@ -69,7 +71,10 @@ class SharedParameters:
                     tensor.data = whole.copy_(tensor)
                     continue
                 own, mesh = tensor.to_local(), tensor.device_mesh
-                place = whole.chunk(mesh.size())[mesh.get_local_rank()]
+                _, (first, *_) = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+                height = rows // mesh.size()
+                # A rank behind the last row begins anywhere; its padding lies at the end.
+                place = whole.narrow(0, first if len(own) else rows - height, height)
                 place[len(own) :].zero_()
                 tensor._local_tensor = place[: len(own)].copy_(own)
                 padded[id(tensor)] = place
@@ -95,7 +100,12 @@ class SharedParameters:
 def _can_lie_whole(tensor: Tensor) -> bool:
     if not isinstance(tensor, nn.Parameter) or tensor.device.type != "cpu" or not tensor.ndim or not tensor.numel():
         return False
-    return not isinstance(tensor, DTensor) or (tensor.placements == (Shard(0),) and tensor.device_mesh.mesh_dim_names == ("shard",))
+    if not isinstance(tensor, DTensor):
+        return True
+    mesh = tensor.device_mesh
+    by_rows = all(getattr(placement, "dim", None) == 0 for placement, size in zip(tensor.placements, mesh.shape, strict=True) if size > 1)
+    even = tensor.shape[0] % mesh.size() == 0
+    return by_rows and mesh.size() == dist.get_world_size() and (even or mesh.ndim == 1)
 
 
 def _rows(tensor: Tensor) -> int:
