@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,9 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt:
         return self._prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts)
 
     @classmethod
     def load(cls, config: PromptDataConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> PromptDataset:

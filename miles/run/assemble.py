@@ -40,6 +40,7 @@ from rollout.claims import Claims
 from rollout.engines.contracts import SamplingParams
 from rollout.fleet import Fleet
 from rollout.producer import Producer, Taken
+from rollout.rewards.registry import check_columns
 from rollout.rewards.steps import StepCutter
 from trainer.actor import TrainerGroup
 from trainer.contracts import StepResult
@@ -263,10 +264,14 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
         cure = "Use a model of the policy's family, or leave critic.path out"
         check_reader("critic.path", config.critic.path, config.model, tokenizer, whose="policy", cure=cure)
     room = prompt_room(config.model, config.rollout.max_new_tokens, "rollout.max_new_tokens")
-    stream = PromptStream(PromptDataset.load(config.data, tokenizer, room), config.run.seed)
+    dataset = PromptDataset.load(config.data, tokenizer, room)
+    check_columns(config.reward, dataset, "data")
+    stream = PromptStream(dataset, config.run.seed)
     stream.check_step(config.rollout.prompts_per_step, config.rollout.extra_prompts)
     rewarded = bool(config.reward.functions)
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed, rewarded=rewarded) if config.evaluate.every else None
+    if evaluator is not None:
+        check_columns(config.reward, evaluator.prompts, "evaluate.data")
     stop_ids = end_tokens(config.model, tokenizer, config.rollout.stop)
     checkpoints = CheckpointStore(folder / "checkpoints", keep=config.checkpoint.keep)
     with ExitStack() as parts:

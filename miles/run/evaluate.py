@@ -27,6 +27,7 @@ from rollout.actor import GroupResult, GroupTask, RolloutSpec
 from rollout.config import EvaluateConfig, SamplingConfig
 from rollout.engines.contracts import SamplingParams
 from rollout.fleet import Fleet
+from rollout.rewards.registry import check_columns
 from rollout.rewards.steps import StepCutter
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,10 @@ class Evaluator:
         tokenizer = tokenizer_of(model)
         dataset = PromptDataset.load(config.data, tokenizer, prompt_room(model, config.max_new_tokens, "evaluate.max_new_tokens"))
         return cls(config, [dataset[i] for i in range(len(dataset))], end_tokens(model, tokenizer, config.stop), seed, rewarded)
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
 
     async def run(self, fleet: Fleet, heal: Callable[[], Awaitable[None]]) -> Evaluation:
         """Answer every prompt `samples_per_prompt` times, and once greedily when asked. `heal` replaces dead engines at the same weights."""
@@ -146,6 +151,7 @@ def run(recipe: Resolved[EvaluateRecipe]) -> Evaluation:
     if config.reward.steps:
         StepCutter(config.reward.steps, tokenizer_of(config.model))
     evaluator = Evaluator.load(config.evaluate, config.model, config.run.seed)
+    check_columns(config.reward, evaluator.prompts, "evaluate.data")
     with held(config.run), cluster(config.cluster, engine_demands(config.rollout), one_node=False) as places:
         specs = [
             RolloutSpec(model=config.model, rollout=config.rollout, reward=config.reward, log_folder=str(folder / "logs"), name=f"engine-{i}")

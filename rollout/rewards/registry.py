@@ -20,12 +20,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
 from miles.config import ConfigError, nearest
+from miles.data.types import Prompt
 from rollout.config import RewardConfig, RewardItem
 
 Place = Literal["inline", "process", "loop"]
@@ -45,6 +46,7 @@ _CHECKS = {
     "format": "rollout.rewards.shaping:check_matches",
 }
 """What a built-in function has to say about its arguments before a run starts: called with the item's `args`, it raises ConfigError."""
+_COMPARES = ("exact_match", "math")
 PREPARATIONS = {"rollout.rewards.reward_model:reward_model": "rollout.rewards.reward_model:prepare"}
 """What a worker process calls with the item's `args` before the first call, whose deadline would count it."""
 
@@ -90,6 +92,16 @@ def resolve(config: RewardConfig) -> list[RewardFunction]:
     if config.steps and not any(f.by_steps for f in resolved):
         raise ConfigError(f"reward.steps = {config.steps!r}, but no reward function takes `steps`: each would see the whole answer; leave it out")
     return resolved
+
+
+def check_columns(config: RewardConfig, prompts: Iterable[Prompt], option: str) -> None:
+    """Raises ConfigError where a built-in function compares with a column that none of the prompts of `option` has."""
+    for item in config.functions:
+        column = item.args.get("column", "answer")
+        if item.name in _COMPARES and not any(column in prompt.columns for prompt in prompts):
+            columns = sorted(next(iter(prompts)).columns)
+            there = nearest(str(column), columns) if columns else ", which has no other than the prompts"
+            raise ConfigError(f"reward function {item.name!r} compares with the column {column!r}, which {option} lacks{there}")
 
 
 def takes_steps(function: Callable[..., Any]) -> bool:

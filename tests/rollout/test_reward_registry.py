@@ -1,10 +1,12 @@
 import sys
 
+import numpy as np
 import pytest
 
 from miles.config import ConfigError
+from miles.data.types import Prompt
 from rollout.config import RewardConfig, RewardItem
-from rollout.rewards.registry import resolve
+from rollout.rewards.registry import check_columns, resolve
 
 GRADERS = "tests.rollout.graders"
 
@@ -59,3 +61,14 @@ def test_the_same_function_twice_has_two_labels():
 def test_functions_that_may_hang_go_to_a_process_and_coroutines_to_the_loop():
     places = [f.place for f in of({"name": f"{GRADERS}:good"}, {"name": f"{GRADERS}:slow_async"}, {"name": "math"}, {"name": "exact_match"})]
     assert places == ["process", "loop", "process", "inline"]
+
+
+def test_a_column_that_no_prompt_has_is_refused():
+    prompts = [Prompt(prompt_id=n, tokens=np.array([0]), text="", columns=columns) for n, columns in enumerate([{"level": 1}, {"answer": "7", "proof": ""}])]
+
+    def check(*items):
+        check_columns(RewardConfig(functions=[RewardItem(**item) for item in items]), prompts, "data")
+
+    check({"name": "math"}, {"name": "exact_match", "args": {"column": "level"}}, {"name": f"{GRADERS}:good"})
+    with pytest.raises(ConfigError, match="'math' compares with the column 'levle', which data lacks; did you mean 'level'"):
+        check({"name": "math", "args": {"column": "levle"}})
