@@ -29,6 +29,7 @@ from miles.config import ConfigError
 from miles.data.types import Prompt, Sample
 from rollout.endpoint import check_endpoint
 from rollout.rewards.judge_cache import JudgeCache
+from rollout.rewards.patterns import searched
 
 TEMPLATE = """You grade an answer. Compare it with the reference; judge its content and not its length or style.
 
@@ -217,7 +218,7 @@ async def _number(words: str, pattern: str, scale: Sequence[float] | None, timeo
         return [match[1] for match in regex.finditer(pattern, words, timeout=timeout_s, concurrent=True) if match[1] is not None]
 
     try:
-        found = await asyncio.to_thread(search)
+        found = await searched(search)
     except TimeoutError:
         raise _Passing(f"pattern {pattern!r} was not through the judge's words within {timeout_s:g} s: {_quote(words, None)}") from None
     if not found:

@@ -8,10 +8,12 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from miles.data.types import Prompt, Sample
 from rollout.config import RewardConfig
+from rollout.rewards.patterns import searched
 from rollout.rewards.pool import WorkerPool
 from rollout.rewards.registry import RewardFunction, resolve
 from rollout.rewards.steps import Step, StepCutter, with_steps
@@ -104,7 +106,7 @@ class RewardRunner:
         if self._cut is None:
             return []
         try:
-            steps = await asyncio.to_thread(self._cut, sample, self._config.timeout_s)
+            steps = await searched(partial(self._cut, sample, self._config.timeout_s))
         except TimeoutError:
             failure = Failure("timeout", f"{self._config.steps!r} was not through its {sample.response_length} tokens within {self._config.timeout_s:g} s")
             self._count(_STEPS, failure, sample)

@@ -126,6 +126,23 @@ def test_an_answer_that_the_pattern_is_lost_in_costs_a_deadline_and_the_loop_goe
     assert cut.reward == 3 + 2
 
 
+def test_engine_calls_do_not_wait_behind_patterns() -> None:
+    """As many lost searches as there could be threads; calls of the engine's beside them have threads of their own."""
+    pattern, text = UNLUCKY
+    rewards = RewardRunner(RewardConfig(functions=[RewardItem(name=f"{GRADERS}:lengths_of_steps")], steps=pattern, timeout_s=0.3), TOKENIZER)
+
+    async def case() -> bool:
+        scoring = asyncio.ensure_future(rewards.score([said(text)] * 40, PROMPT))
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(int)
+        waited = scoring.done()
+        rewards.close()
+        scoring.cancel()
+        return waited
+
+    assert not asyncio.run(case())
+
+
 def test_a_pattern_that_is_always_lost_ends_the_run() -> None:
     pattern, text = UNLUCKY
     rewards = RewardRunner(RewardConfig(functions=[RewardItem(name=f"{GRADERS}:lengths_of_steps")], steps=pattern, timeout_s=0.05, max_failures=2), TOKENIZER)
