@@ -51,6 +51,7 @@ FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/conformance/test_weight_sync.py",
     "tests/conformance/test_weight_sync_faults.py",
     "tests/conformance/test_weight_sync_lora.py",
+    "tests/conformance/test_weight_sync_views.py",
     "tests/core/checkpoint/test_checkpoint_writer.py",
     "tests/core/model/test_packed_fsdp.py",
     "tests/trainer/megatron/test_convert.py",

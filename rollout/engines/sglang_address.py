@@ -1,4 +1,4 @@
-"""Scoring engine `address`: an SGLang server that somebody else started, and that outlives the run."""
+"""Scoring engine `address`: an SGLang server that somebody else started, and that outlives the run, or several behind an sglang-router."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import aiohttp
 
 from rollout.engines.contracts import EngineError
 from rollout.engines.scoring import Scored, ScoreRequest
-from rollout.engines.sglang_scoring import score_body, scored
+from rollout.engines.sglang_scoring import one_score_body, scored
 
 ATTEMPTS = 4
+AT_ONCE = 64  # calls
 BACKOFF_S = 1.0  # doubled after each attempt
 
 
@@ -28,21 +29,29 @@ class SGLangAddress:
 
     def __init__(self, url: str, *, api_key_env: str | None, timeout_s: float) -> None:
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
+        self._at_once = asyncio.Semaphore(AT_ONCE)
         self._key = os.environ[api_key_env] if api_key_env is not None else None
 
     async def start(self) -> None:
         """Raises EngineError where no SGLang server with a language model answers."""
         facts = await self._persist("/model_info", None)
+        if facts is None:  # a router has it under its older name
+            facts = await self._persist("/get_model_info", None)
         if not isinstance(facts, dict) or not facts.get("is_generation", False):
             raise EngineError(f"distill.address = {self._url!r} serves no language model: /model_info says {str(facts)[:200]}")
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Scored]:
         if not requests:
             return []
-        answers = await self._persist("/generate", score_body(requests))
-        if not isinstance(answers, list) or len(answers) != len(requests):
-            raise EngineError(f"distill.address = {self._url!r} was sent {len(requests)} sequences and answered {str(answers)[:200]}")
-        return [scored(request, answer) for request, answer in zip(requests, answers, strict=True)]
+        return await asyncio.gather(*(self._score(request) for request in requests))
+
+    async def _score(self, request: ScoreRequest) -> Scored:
+        """By itself: a router takes one sequence a call, and chooses a server for each by what it begins with."""
+        async with self._at_once:
+            answer = await self._persist("/generate", one_score_body(request))
+        if not isinstance(answer, dict) or "meta_info" not in answer:
+            raise EngineError(f"distill.address = {self._url!r} was sent a sequence and answered {str(answer)[:200]}")
+        return scored(request, answer)
 
     async def close(self) -> None:
         pass
@@ -72,6 +81,8 @@ class SGLangAddress:
         ):
             if response.status >= 500 or response.status in (408, 429):
                 response.raise_for_status()
+            if response.status == 404 and body is None:
+                return None
             if response.status != 200:
                 text = (await response.text()).replace(self._key or "\0", "[redacted]")[:500]
                 raise EngineError(f"the teacher at distill.address = {self._url!r} refuses {path} with status {response.status}: {text}")

@@ -31,6 +31,11 @@ def score_body(requests: Sequence[ScoreRequest], *, extra_key: str | None = None
     return body if extra_key is None else body | {"extra_key": extra_key}
 
 
+def one_score_body(request: ScoreRequest) -> dict[str, Any]:
+    """The same of a single request, which is answered by a single object."""
+    return {name: value[0] if isinstance(value, list) else value for name, value in score_body([request]).items()}
+
+
 def scored(request: ScoreRequest, answer: dict[str, Any]) -> Scored:
     """Raises EngineError when the answer does not fit together."""
     meta = answer["meta_info"]
@@ -46,8 +51,8 @@ def scored(request: ScoreRequest, answer: dict[str, Any]) -> Scored:
 
 
 def _top(request: ScoreRequest, meta: dict[str, Any], count: int) -> tuple[np.ndarray, np.ndarray]:
-    if request.top_k == 0:
-        return np.zeros((count, 0), np.int32), np.zeros((count, 0), np.float32)
+    if request.top_k == 0 or count == 0:
+        return np.zeros((count, request.top_k), np.int32), np.zeros((count, request.top_k), np.float32)
     if "input_top_logprobs_shape" in meta:
         shape = meta["input_top_logprobs_shape"]
         ids = np.frombuffer(base64.b64decode(meta["input_top_logprobs_idx_flat_b64"]), meta["input_top_logprobs_idx_flat_b64_dtype"]).reshape(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,21 @@ from transformers import AutoModelForCausalLM
 from miles.core.model.config import ModelConfig
 from rollout.engines.scoring import Scored, ScoreRequest, ScoringEngine
 from tests.conformance.engine_bench import Bench
+from tests.sglang_servers import routed
 
 TOLERANCE = 2e-5  # as in test_engines.py
 SGLANG = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module", params=["torch", pytest.param("sglang", marks=SGLANG), pytest.param("address", marks=SGLANG, id="sglang-address")])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "torch",
+        pytest.param("sglang", marks=SGLANG),
+        pytest.param("address", marks=SGLANG, id="sglang-address"),
+        pytest.param("router", marks=SGLANG, id="sglang-router"),
+    ],
+)
 def scorer(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScoringEngine]:
     if request.param == "torch":
         from rollout.engines.torch_scorer import TorchScorer
@@ -35,11 +45,13 @@ def scorer(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: p
         return
     from rollout.engines.sglang_address import SGLangAddress
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TEACHER_KEY", engine._server._key)
-        address = SGLangAddress(engine.url, api_key_env="TEACHER_KEY", timeout_s=60)
-    asyncio.run(address.start())
-    yield address
+    key = engine._server._key
+    log = tmp_path_factory.mktemp("router") / "log"
+    with pytest.MonkeyPatch.context() as patch, routed([engine.url], key, log) if request.param == "router" else nullcontext(engine.url) as url:
+        patch.setenv("TEACHER_KEY", key)
+        address = SGLangAddress(url, api_key_env="TEACHER_KEY", timeout_s=60)
+        asyncio.run(address.start())
+        yield address
 
 
 def asked(length: int, start: int, top_k: int = 0, seed: int = 0) -> ScoreRequest:

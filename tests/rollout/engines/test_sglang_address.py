@@ -15,7 +15,7 @@ from rollout.engines.scoring import ScoreRequest
 from rollout.engines.sglang_address import SGLangAddress
 
 REQUEST = ScoreRequest(tokens=np.array([5, 6]), start=1)
-SCORES = [{"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 6, None]]}}]
+SCORES = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 6, None]]}}
 
 
 @pytest.fixture(autouse=True)
