@@ -15,7 +15,8 @@ class DistillConfig(Section):
     teacher: str = Field(description="Hugging Face directory of the teacher; with place = 'address' its config and tokenizer are enough")
     place: Literal["trainer", "engine", "address"] = Field(
         "trainer",
-        description="trainer: sharded beside the student; engine: in engines of its own, see [teacher_engine]; address: an SGLang server that runs already, or an sglang-router",
+        description="trainer: sharded beside the student; engine: in engines of its own, see [teacher_engine]; address: an SGLang server that runs "
+        "already, or an sglang-router before several",
     )
     address: str | None = Field(None, description="place = 'address': where that server listens, for example http://127.0.0.1:30000")
     api_key_env: str | None = Field(None, description="place = 'address': environment variable that holds the server's key; null: it has none")
