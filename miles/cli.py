@@ -109,7 +109,10 @@ def _rl(arguments: list[str]) -> int:
     options = _parse(_run_parser("rl", "Reinforcement learning on prompts with rewards.", RLRecipe), arguments)
     recipe = load(RLRecipe, options.recipe, options.overrides)
     preflight.check_rl(recipe, resume=options.resume)  # also part of `run`; here it answers before the seconds that torch and Ray take to import
-    from miles.run.rl import run
+    if recipe.config.tenants:
+        from miles.run.tenants import run
+    else:
+        from miles.run.rl import run
 
     return run(recipe, resume=options.resume)
 

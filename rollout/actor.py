@@ -59,12 +59,12 @@ class RolloutSpec:
 class RolloutActor:
     """Runs in its own process. Groups come in waves; each wave streams its results back as groups finish.
 
-    Weight updates reach the engine through `call`, which runs any engine method by name.
+    Weight updates reach the engine through `call`, which runs any engine method by name. `base`: as in `TorchEngine`.
     """
 
-    def __init__(self, spec: RolloutSpec) -> None:
+    def __init__(self, spec: RolloutSpec, base: Any = None) -> None:
         self._spec = spec
-        self._engine: Engine = _build_engine(spec)
+        self._engine: Engine = _build_engine(spec, base)
         self._line = Line(spec.rollout.max_running)
         self._rewards = RewardRunner(spec.reward, tokenizer_of(spec.model))
         self._deadlines: dict[int, asyncio.Timeout] = {}
@@ -156,11 +156,11 @@ class RolloutActor:
         return [_joined(p) for p in parts]
 
 
-def _build_engine(spec: RolloutSpec) -> Engine:
+def _build_engine(spec: RolloutSpec, base: Any) -> Engine:
     if spec.rollout.engine == "torch":
         from rollout.engines.torch_engine import TorchEngine
 
-        return TorchEngine(spec.model, max_running=spec.rollout.max_running, threads=spec.rollout.threads, lora=spec.lora)
+        return TorchEngine(spec.model, max_running=spec.rollout.max_running, threads=spec.rollout.threads, lora=spec.lora, base=base)
     from rollout.engines.sglang_engine import SGLangEngine
 
     return SGLangEngine(spec.model, spec.rollout, log_folder=Path(spec.log_folder), lora=spec.lora)

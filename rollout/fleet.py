@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -53,11 +53,38 @@ class Member:
                 watch.reschedule(asyncio.get_running_loop().time() + self.patience_s)
 
 
+class Actors(Protocol):
+    """Where a fleet's actors come from. What it gives is called as a Ray actor of `RolloutActor` is."""
+
+    def spawn(self, spec: RolloutSpec, place: PlacementGroupSchedulingStrategy) -> Any: ...
+
+    async def replace(self, actor: Any, spec: RolloutSpec, place: PlacementGroupSchedulingStrategy) -> Any:
+        """A fresh one, not started, in the place of one that failed."""
+        ...
+
+    def end(self, actor: Any) -> None: ...
+
+
+class OwnActors:
+    """A process each."""
+
+    def spawn(self, spec: RolloutSpec, place: PlacementGroupSchedulingStrategy) -> Any:
+        return ray.remote(RolloutActor).options(scheduling_strategy=place, **actor_options(spec)).remote(spec)
+
+    async def replace(self, actor: Any, spec: RolloutSpec, place: PlacementGroupSchedulingStrategy) -> Any:
+        ray.kill(actor)
+        return self.spawn(spec, place)
+
+    def end(self, actor: Any) -> None:
+        ray.kill(actor)
+
+
 class Fleet:
     """All methods run on the driver's event loop."""
 
-    def __init__(self, specs: Sequence[RolloutSpec], places: Sequence[PlacementGroupSchedulingStrategy]) -> None:
-        self._members = [Member(spec, place, _spawn(spec, place)) for spec, place in zip(specs, places, strict=True)]
+    def __init__(self, specs: Sequence[RolloutSpec], places: Sequence[PlacementGroupSchedulingStrategy], actors: Actors | None = None) -> None:
+        self._actors = actors or OwnActors()
+        self._members = [Member(spec, place, self._actors.spawn(spec, place)) for spec, place in zip(specs, places, strict=True)]
         self._waves: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -130,8 +157,7 @@ class Fleet:
     async def replace(self, engine_id: int) -> None:
         """Put a fresh actor in a dead one's place. It serves only after the caller has brought it to the current weights and said `admit`."""
         member = self._members[engine_id]
-        ray.kill(member.actor)
-        member.actor = _spawn(member.spec, member.place)
+        member.actor = await self._actors.replace(member.actor, member.spec, member.place)
         await _start(engine_id, member)
 
     def admit(self, engine_id: int) -> None:
@@ -144,7 +170,7 @@ class Fleet:
         closing = [member.actor.close.remote() for member in self._members]
         ray.wait(closing, num_returns=len(closing), timeout=10.0)
         for member in self._members:
-            ray.kill(member.actor)
+            self._actors.end(member.actor)
 
     async def _run_wave(self, engine_id: int, wave: Wave) -> None:
         """Whatever happens here reaches the wave's futures: nobody else would end them, and whoever waits would wait for ever."""
@@ -207,10 +233,6 @@ def _raise_from(member: Member, actor: Any, wave: Wave, error: Exception) -> Non
         if not future.done():
             member.outstanding.pop(task.claim_id, None)
             future.set_exception(error)
-
-
-def _spawn(spec: RolloutSpec, place: PlacementGroupSchedulingStrategy) -> Any:
-    return ray.remote(RolloutActor).options(scheduling_strategy=place, **actor_options(spec)).remote(spec)
 
 
 def _resolve(future: asyncio.Future[GroupResult], result: GroupResult) -> None:

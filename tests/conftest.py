@@ -41,6 +41,7 @@ RAY = {
     "tests/run/test_pairs.py",
     "tests/run/test_prefix_overlap.py",
     "tests/run/test_rl.py",
+    "tests/run/test_tenants.py",
     "tests/trainer/test_hanging_rank.py",
     "tests/trainer/test_trainer_actor.py",
 }
@@ -62,6 +63,7 @@ FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/trainer/test_trainer_distill.py",
     "tests/trainer/test_trainer_lora.py",
     "tests/trainer/test_trainer_taught.py",
+    "tests/trainer/test_trainer_tenants.py",
     "tests/trainer/test_trainer_pairs.py",
 }
 ORDER = ("ray", "sglang", "forks")

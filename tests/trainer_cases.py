@@ -116,6 +116,7 @@ def make_backend(
     critic: dict[str, Any] | None = None,
     lora: dict[str, Any] | None = None,
     prefix_overlap: bool = False,
+    base: Any = None,
 ) -> Any:
     """A backend, FSDP2's unless `trainer` names another, that never clips, in float64 unless told otherwise."""
     if dtype == torch.float64:
@@ -140,6 +141,7 @@ def make_backend(
         critic=None if critic is None else CriticConfig(**({"lr": 1e-3, "clip_norm": float("inf")} | critic)),
         lora=None if lora is None else LoraConfig(**lora),
         **({"prefix_overlap": True} if prefix_overlap else {}),
+        **({} if base is None else {"base": base}),
     )
 
 

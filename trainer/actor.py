@@ -44,7 +44,7 @@ class TrainerRank:
         self._rank, self._world, self._gpu, self._timeout_s = rank, world, gpu, timeout_s
         self._address = ray.util.get_node_ip_address()
         self._store: Any = None
-        self._backend: Any = None
+        self._backends: dict[str, Any] = {}
 
     def open(self) -> Any:
         """Rank 0: where the others meet it."""
@@ -53,27 +53,32 @@ class TrainerRank:
         self._store, meeting = open_store(self._address, self._world, self._timeout_s)
         return meeting
 
-    def build(self, meeting: Any, options: dict[str, Any]) -> str:
-        """Join the group and build the backend; returns this node's address."""
+    def join(self, meeting: Any, threads: int) -> str:
+        """Join the group; returns this node's address."""
         import torch
 
         from trainer.rendezvous import join
 
-        threads = options["trainer"].threads
         torch.set_num_threads(threads)
         join(meeting, self._store, rank=self._rank, world=self._world, address=self._address, gpu=self._gpu, timeout_s=self._timeout_s)
-        device = torch.device("cuda", torch.cuda.current_device()) if self._gpu else torch.device("cpu")
-        self._backend = backend_class(options["trainer"])(**options, rank=self._rank, world=self._world, device=device)
         return self._address
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run one method of the backend. Only rank 0 sends its result back: all ranks have the same."""
-        result = getattr(self._backend, method)(*args, **kwargs)
+    def build(self, tenant: str, options: dict[str, Any]) -> None:
+        """Build a tenant's backend, on the base weights of the first where there is one."""
+        import torch
+
+        device = torch.device("cuda", torch.cuda.current_device()) if self._gpu else torch.device("cpu")
+        shared = {"base": next(iter(self._backends.values())).model} if self._backends else {}
+        self._backends[tenant] = backend_class(options["trainer"])(**options, **shared, rank=self._rank, world=self._world, device=device)
+
+    def call(self, tenant: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run one method of a tenant's backend. Only rank 0 sends its result back: all ranks have the same."""
+        result = getattr(self._backends[tenant], method)(*args, **kwargs)
         return result if self._rank == 0 else None
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, tenant: str, function: Callable[..., Any], *args: Any) -> Any:
         """Run `function(backend, rank, *args)`: how weight_sync's senders reach the weights."""
-        return function(self._backend, self._rank, *args)
+        return function(self._backends[tenant], self._rank, *args)
 
 
 def backend_class(config: TrainerConfig) -> type[Any]:
@@ -87,13 +92,57 @@ def backend_class(config: TrainerConfig) -> type[Any]:
     return FSDPBackend
 
 
+class TrainerRanks:
+    """The processes of all ranks. They begin as soon as this is made, and meet once, whoever asks first.
+
+    Args:
+        places: a Ray scheduling strategy for each rank; None lets Ray choose.
+    """
+
+    def __init__(self, trainer: TrainerConfig, places: Sequence[Any] | None = None) -> None:
+        self._threads = trainer.threads
+        world, gpu = trainer.ranks, trainer.gpus_per_rank > 0
+        strategies = list(places) if places is not None else ["DEFAULT"] * world
+        if len(strategies) != world:
+            raise ValueError(f"trainer.ranks = {world}, but {len(strategies)} places were given")
+        self.actors: list[Any] = [
+            ray.remote(TrainerRank)
+            .options(
+                num_cpus=trainer.threads,
+                num_gpus=trainer.gpus_per_rank,
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": worker_environment(trainer.threads)},
+            )
+            .remote(rank, world, gpu, trainer.timeout_s)
+            for rank, strategy in enumerate(strategies)
+        ]
+        self._meeting: asyncio.Task[list[str]] | None = None
+
+    async def meet(self) -> list[str]:
+        """Their nodes' addresses, once all have joined."""
+        if self._meeting is None:
+            self._meeting = asyncio.ensure_future(self._meet())
+        return await asyncio.shield(self._meeting)
+
+    async def _meet(self) -> list[str]:
+        meeting = (await results_of_ranks([self.actors[0].open.remote()]))[0]
+        return await results_of_ranks([rank.join.remote(meeting, self._threads) for rank in self.actors])
+
+    def close(self) -> None:
+        """Idempotent."""
+        actors, self.actors = self.actors, []
+        for rank in actors:
+            ray.kill(rank)
+
+
 class TrainerGroup:
     """The trainer as the driver sees it. Every method runs on all ranks and returns rank 0's result.
 
     Args:
         temperature, max_new_tokens, seed, total_steps, distill, pairs, critic, lora, prefix_overlap: as in `FSDPBackend`; `total_steps` counts optimizer steps.
         checkpoint: what `save` keeps, and whether it writes in the background.
-        places: a Ray scheduling strategy for each rank; None lets Ray choose.
+        places: as in `TrainerRanks`. ranks: those of all tenants of a run, in place of its own; they stay when this group closes.
+        tenant: whose part of them this is.
     """
 
     def __init__(
@@ -108,6 +157,8 @@ class TrainerGroup:
         seed: int,
         total_steps: int,
         places: Sequence[Any] | None = None,
+        ranks: TrainerRanks | None = None,
+        tenant: str = "",
         distill: DistillConfig | None = None,
         pairs: PairConfig | None = None,
         critic: CriticConfig | None = None,
@@ -128,28 +179,22 @@ class TrainerGroup:
             "critic": critic,
             "lora": lora,
         } | ({"prefix_overlap": True} if prefix_overlap else {})
-        world, gpu = trainer.ranks, trainer.gpus_per_rank > 0
-        strategies = list(places) if places is not None else ["DEFAULT"] * world
-        if len(strategies) != world:
-            raise ValueError(f"trainer.ranks = {world}, but {len(strategies)} places were given")
-        self._ranks: list[Any] = [
-            ray.remote(TrainerRank)
-            .options(
-                num_cpus=trainer.threads,
-                num_gpus=trainer.gpus_per_rank,
-                scheduling_strategy=strategy,
-                runtime_env={"env_vars": worker_environment(trainer.threads)},
-            )
-            .remote(rank, world, gpu, trainer.timeout_s)
-            for rank, strategy in enumerate(strategies)
-        ]
+        self._own = TrainerRanks(trainer, places) if ranks is None else None
+        self._shared = ranks or self._own
+        self._tenant = tenant
         self.addresses: list[str] = []
         self._failed = False
 
     async def start(self) -> None:
         """Build the backend on every rank."""
-        meeting = (await self._all([self._ranks[0].open.remote()]))[0]
-        self.addresses = await self._all([rank.build.remote(meeting, self._options) for rank in self._ranks])
+        assert self._shared is not None
+        try:
+            addresses = await self._shared.meet()
+        except TrainerError:
+            self._failed = True
+            raise
+        await self._all([rank.build.remote(self._tenant, self._options) for rank in self._ranks])
+        self.addresses = addresses
 
     async def step_rl(self, groups: Sequence[Group]) -> StepResult:
         # Put once: otherwise each rank's call would carry the whole batch.
@@ -204,20 +249,24 @@ class TrainerGroup:
 
     async def run_on_ranks(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `fn(backend, rank, *args)` on every rank; their results by rank. `fn` is a function of a module: it travels by name."""
-        return await self._all([rank.run.remote(fn, *args) for rank in self._ranks])
+        return await self._all([rank.run.remote(self._tenant, fn, *args) for rank in self._ranks])
 
     async def close(self) -> None:
         """Let a checkpoint that is being written end, then end the processes. Idempotent; never raises for a rank that is dead.
 
         After a failure the ranks may wait for each other in a collective, so they are ended at once."""
-        ranks, self._ranks = self._ranks, []
+        ranks, self._shared = self._ranks, None
         if self.addresses and ranks and not self._failed:
-            await asyncio.wait([asyncio.ensure_future(_quietly(rank)) for rank in ranks], timeout=CLOSE_S)
-        for rank in ranks:
-            ray.kill(rank)
+            await asyncio.wait([asyncio.ensure_future(_quietly(rank, self._tenant)) for rank in ranks], timeout=CLOSE_S)
+        if self._own is not None:
+            self._own.close()
+
+    @property
+    def _ranks(self) -> list[Any]:
+        return [] if self._shared is None else self._shared.actors
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return (await self._all([rank.call.remote(method, *args, **kwargs) for rank in self._ranks]))[0]
+        return (await self._all([rank.call.remote(self._tenant, method, *args, **kwargs) for rank in self._ranks]))[0]
 
     async def _all(self, refs: list[Any]) -> list[Any]:
         try:
@@ -246,9 +295,9 @@ async def _result(ref: Any) -> Any:
     return await ref
 
 
-async def _quietly(rank: Any) -> None:
+async def _quietly(rank: Any, tenant: str) -> None:
     try:
-        await rank.call.remote("close")
+        await rank.call.remote(tenant, "close")
     except RayError as error:
         logger.warning("a trainer rank did not close in order: %s", str(error).splitlines()[0])
 

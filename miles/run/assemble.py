@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,11 @@ from rollout.actor import RolloutSpec
 from rollout.buffer import Buffer
 from rollout.claims import Claims
 from rollout.engines.contracts import SamplingParams
-from rollout.fleet import Fleet
+from rollout.fleet import Actors, Fleet
 from rollout.producer import Producer, Taken
 from rollout.rewards.registry import check_columns
 from rollout.rewards.steps import StepCutter
-from trainer.actor import TrainerGroup
+from trainer.actor import TrainerGroup, TrainerRanks
 from trainer.contracts import StepResult
 from weight_sync.transaction import PublishResult, UpdateAborted, WeightSync
 
@@ -247,9 +247,23 @@ class RLRun:
             parts.push_async_callback(self.sync.close)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What the tenants of a run have in common, and whose part of it this is."""
+
+    tenant: str
+    places: Places
+    ranks: TrainerRanks
+    engines: Actors
+
+
 @contextmanager
-def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
-    """Build every part of `recipe`'s run. Objective and data are looked up and checked before Ray starts; on the way out everything ends."""
+def assemble(recipe: Resolved[RLRecipe], *, resume: bool, shared: Shared | None = None) -> Iterator[RLRun]:
+    """Build every part of `recipe`'s run. Objective and data are looked up and checked before Ray starts; on the way out everything ends.
+
+    Args:
+        shared: the processes that this run is one tenant of; None: it starts its own.
+    """
     config = recipe.config
     # The trainer looks them up too, but late and in a process of its own.
     registry.advantage(config.algorithm)
@@ -277,10 +291,16 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool) -> Iterator[RLRun]:
     with ExitStack() as parts:
         parts.enter_context(held(config.run))
         begin = first_step(config, checkpoints, stream.fingerprint) if resume else None
-        places = parts.enter_context(cluster(config.cluster, rl_demands(config), one_node=config.weight_sync.transport in ("tensor", "views")))
+        places = parts.enter_context(placed(config)) if shared is None else shared.places
         tracker = parts.enter_context(Tracker(config.tracking, folder, config.model_dump(mode="json"), begin))
-        live = parts.enter_context(Live("rl" if config.distillation is None else "distill", config.run.steps))
-        yield _build(config, folder, places, tracker, live, stream, evaluator, stop_ids, checkpoints, tokenizer, resume)
+        kind = "rl" if config.distillation is None else "distill"
+        live = parts.enter_context(Live(kind if shared is None else f"{kind} {shared.tenant}", config.run.steps, redrawn=shared is None))
+        yield _build(config, folder, places, tracker, live, stream, evaluator, stop_ids, checkpoints, tokenizer, resume, shared)
+
+
+def placed(config: RLRecipe) -> AbstractContextManager[Places]:
+    """Ray, with a place for each process of a run. Raises ConfigError as `cluster`."""
+    return cluster(config.cluster, rl_demands(config), one_node=config.weight_sync.transport in ("tensor", "views"))
 
 
 def _build(
@@ -295,6 +315,7 @@ def _build(
     checkpoints: CheckpointStore,
     tokenizer: Any,
     resume: bool,
+    shared: Shared | None,
 ) -> RLRun:
     rollout = config.rollout
 
@@ -304,7 +325,7 @@ def _build(
             RolloutSpec(model=config.model, rollout=rollout, reward=config.reward, log_folder=logs, name=f"{name}-{i}", lora=config.served_lora)
             for i in range(count)
         ]
-        return Fleet(specs, places.of(role))
+        return Fleet(specs, places.of(role), None if shared is None else shared.engines)
 
     fleet = engines("engine", "engine", rollout.engines)
     others = engines(EVALUATION, "evaluation", config.evaluate.engines) if config.evaluate.engines else None
@@ -318,6 +339,8 @@ def _build(
         seed=config.run.seed,
         total_steps=config.run.steps * config.trainer.optimizer_steps_per_batch,
         places=places.of("trainer rank"),
+        ranks=None if shared is None else shared.ranks,
+        tenant="" if shared is None else shared.tenant,
         distill=config.distillation,
         critic=config.critic,
         lora=config.lora,

@@ -48,11 +48,12 @@ class Live:
     """`with Live("rl", steps) as live: live.update(version, metrics)` after every step; `version` counts finished steps.
 
     In a terminal a bar and a small table are redrawn in place; elsewhere a line is printed at the first and last step and at
-    most every LINE_EVERY_S seconds between, so that a log file stays readable. Values stay shown until a newer one comes.
+    most every LINE_EVERY_S seconds between, so that a log file stays readable. Values stay
+    shown until a newer one comes. Without `redrawn` there are lines in a terminal too: several runs share it.
     """
 
-    def __init__(self, kind: str, steps: int, stream: TextIO | None = None) -> None:
-        self._kind, self._steps = kind, steps
+    def __init__(self, kind: str, steps: int, stream: TextIO | None = None, *, redrawn: bool = True) -> None:
+        self._kind, self._steps, self._redrawn = kind, steps, redrawn
         self._stream = stream or sys.stdout
         self._console = Console(file=self._stream, highlight=False)
         self._values: dict[str, float] = {}
@@ -71,7 +72,7 @@ class Live:
         self._task = self._bar.add_task(f"miles {kind}", total=steps)
 
     def __enter__(self) -> Live:
-        if self._console.is_terminal:
+        if self._console.is_terminal and self._redrawn:
             self._live = RichLive(self._render(), console=self._console, refresh_per_second=4)
             self._live.start()
         return self

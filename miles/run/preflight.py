@@ -35,6 +35,13 @@ _SLICE = re.compile(r"@\[[^\]]*\]$")
 def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     """Raises ConfigError for the first thing that would stop `miles rl` or `miles distill`."""
     recipe = resolved.config
+    if recipe.tenants:
+        for name, own in recipe.of_tenants().items():
+            try:
+                check_rl(Resolved(own, resolved.origins), resume=resume)
+            except ConfigError as error:
+                raise ConfigError(f"tenant {name}: {error}") from error
+        return
     folder.check(recipe.run, resume=resume)
     _check_model(recipe.model)
     _check_data("data.paths", recipe.data.paths)

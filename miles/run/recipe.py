@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+import re
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
 
 from algorithms.config import GROUP_RELATIVE, TURN_CREDIT, AlgorithmConfig
 from algorithms.distillation.config import DistillConfig
@@ -13,7 +16,7 @@ from miles.core.model.config import LoraConfig, ModelConfig
 from miles.data.config import PairDataConfig, PromptDataConfig, SFTDataConfig
 from miles.tracking.config import TrackingConfig
 from rollout.config import EvaluateConfig, OptionalRewardConfig, RewardConfig, RolloutConfig, TeacherEngineConfig
-from trainer.config import CriticConfig, TrainerConfig
+from trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from weight_sync.config import WeightSyncConfig
 
 
@@ -46,6 +49,16 @@ class ClusterConfig(Section):
     object_store_mb: int = Field(256, ge=80, description="Ray's shared memory when a cluster is started here, in MiB")
 
 
+class TenantConfig(Section):
+    """`[tenants.NAME]`: what one of several tenants has of its own. An option that is not given here is as in the recipe's section of that name."""
+
+    data: PromptDataConfig = PromptDataConfig()
+    reward: RewardConfig = RewardConfig()
+    lora: LoraConfig = LoraConfig()
+    trainer: OptimizerConfig = OptimizerConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+
 class RLRecipe(Section):
     """`miles rl`: GRPO-family training of a policy on prompts with rewards."""
 
@@ -63,6 +76,21 @@ class RLRecipe(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+    tenants: dict[str, TenantConfig] = Field(
+        {},
+        description="[tenants.NAME]: several adapters trained and served at once on one base model, each a run of its own in run.folder/NAME; "
+        "data, reward, lora, trainer (the optimizer's options) and evaluate may differ",
+    )
+
+    def of_tenants(self) -> dict[str, RLRecipe]:
+        """Each tenant's recipe, which is the one that it would have alone."""
+        shared = self.model_dump(exclude_unset=True, exclude={"tenants"})
+        found = {}
+        for name, tenant in self.tenants.items():
+            tree = _over(shared, tenant.model_dump(exclude_unset=True))
+            tree["run"] = tree.get("run", {}) | {"folder": f"{self.run.folder}/{name}"}
+            found[name] = type(self).model_validate(tree)
+        return found
 
     @property
     def distillation(self) -> DistillConfig | None:
@@ -150,6 +178,38 @@ class RLRecipe(Section):
             for wanted, what in ((self.weight_sync.transport == "p2p", "weight_sync.transport = 'p2p'"), (self.model.true_on_policy, "model.true_on_policy")):
                 if wanted:
                     raise ValueError(f"lora.served = 'merged' does not go with {what}: use 'apart'")
+        return self
+
+    @model_validator(mode="after")
+    def _many_adapters_on_one_base(self) -> RLRecipe:
+        if not self.tenants:
+            return self
+        for wrong, why in (
+            (self.lora is None, "a model that is trained whole: add a [lora] section"),
+            (self.lora is not None and self.lora.served != "apart", "lora.served = 'merged', which writes over the base: use 'apart'"),
+            (self.distillation is not None, "a teacher: use `miles rl`"),
+            (self.critic is not None, "[critic], which is trained whole: use other advantages than 'gae'"),
+            (self.rollout.engine != "torch", f"rollout.engine = {self.rollout.engine!r}: use 'torch'"),
+            (self.trainer.backend != "fsdp", f"trainer.backend = {self.trainer.backend!r}: use 'fsdp'"),
+            (self.trainer.offload, "trainer.offload: leave it out"),
+            (self.weight_sync.transport != "tensor", f"weight_sync.transport = {self.weight_sync.transport!r}: use 'tensor'"),
+            (self.run.prefix_overlap, "run.prefix_overlap, which takes the trainer while another tenant may need it: leave it out"),
+            (self.evaluate.engines, f"evaluate.engines = {self.evaluate.engines}: set it to 0"),
+            (self.tracking.wandb != "disabled", f"tracking.wandb = {self.tracking.wandb!r}, which has one run a process: use 'disabled'"),
+        ):
+            if wrong:
+                raise ValueError(f"[tenants] does not go with {why}")
+        for name in self.tenants:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+                raise ValueError(f"tenants has {name!r}, which names a folder too: use letters, digits, '-' and '_'")
+        for name, tenant in self.tenants.items():
+            if "served" in tenant.lora.model_fields_set or "engines" in tenant.evaluate.model_fields_set:
+                raise ValueError(f"tenants.{name}: lora.served and evaluate.engines are the same for all tenants: leave them out here")
+        try:
+            self.of_tenants()
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"[tenants]: {'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}") from error
         return self
 
     @model_validator(mode="after")
@@ -295,6 +355,12 @@ class RewardModelRecipe(SupervisedRecipe):
             raise ValueError("trainer.prompt_sharing shares log-probs' work, and a reward model computes none: leave it out")
         _rows_of_log_probs(self.trainer, "pairs")
         return self
+
+
+def _over(tree: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with the leaves of `own` in place of its own."""
+    both = {name: _over(tree[name], value) if isinstance(value, dict) and isinstance(tree.get(name), dict) else value for name, value in own.items()}
+    return tree | both
 
 
 def _served_by_sglang(lora: LoraConfig, model: ModelConfig) -> None:

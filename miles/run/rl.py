@@ -47,11 +47,12 @@ def run(recipe: Resolved[RLRecipe], *, resume: bool = False) -> int:
     """`miles rl` and `miles distill`: check everything that can be checked, start the actors, train, leave nothing running. Returns the exit code."""
     check_rl(recipe, resume=resume)
     with assemble(recipe, resume=resume) as rl_run:
-        asyncio.run(_train_and_close(rl_run))
+        asyncio.run(train_and_close(rl_run))
     return 0
 
 
-async def _train_and_close(run: RLRun) -> None:
+async def train_and_close(run: RLRun) -> None:
+    """Start, train, and end every part, whatever happens."""
     try:
         await run.start()
         await train(run)

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from miles.core.model.batch_invariant import make_batch_invariant
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.decode import Decoder
 from miles.core.model.load import context_length, load_model
-from miles.core.model.lora import add_adapters
+from miles.core.model.lora import add_adapters, twin
 from miles.core.model.packed import output_head
 from rollout.engines.contracts import EngineError, EngineHealth, Generation, PauseMode, Request
 from rollout.engines.torch_batch import Row, RunningBatch
@@ -40,14 +41,25 @@ class TorchEngine:
         max_running: rows decoded at once; others wait in the order in which they came.
         threads: CPU threads of this process's torch.
         lora: serve the model with adapters, which are all that updates bring.
+        base: with `lora`, the model without them, loaded already: engines of one process share it. None: it is loaded.
     Raises:
         ValueError: the model cannot be read, or its architecture is not one that this engine decodes.
     """
 
-    def __init__(self, model: ModelConfig, *, max_running: int, threads: int, weight_version: int = 0, lora: LoraConfig | None = None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        max_running: int,
+        threads: int,
+        weight_version: int = 0,
+        lora: LoraConfig | None = None,
+        base: PreTrainedModel | None = None,
+    ):
+        assert base is None or lora is not None, "whole weights would be written over those of others"
         torch.set_num_threads(threads)
         self._threads = threads
-        module = load_model(model.path, getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code)
+        module = load_base(model) if base is None else twin(base)
         if lora is not None:
             add_adapters(module, lora, seed=0)  # they do nothing until the first update
         if model.true_on_policy:
@@ -295,6 +307,11 @@ class TorchEngine:
             row.fail(EngineError(message))
         for _, future in commands:
             future.set_exception(EngineError(message))
+
+
+def load_base(model: ModelConfig) -> PreTrainedModel:
+    """What an engine serves at version 0. Raises ValueError as `load_model`."""
+    return load_model(model.path, getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code)
 
 
 class _Call:

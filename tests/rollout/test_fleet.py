@@ -64,7 +64,7 @@ def make_fleet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fleet]:
 
     def make(*scripts: Script, starts: Callable[[], Awaitable[None]] = at_once) -> Fleet:
         actors: Iterator[Actor] = iter([Actor(script, starts) for script in scripts])
-        monkeypatch.setattr(fleet_module, "_spawn", lambda spec, place: next(actors))
+        monkeypatch.setattr(fleet_module.OwnActors, "spawn", lambda self, spec, place: next(actors))
         monkeypatch.setattr(fleet_module.ray, "kill", lambda actor: None)
         spec: Any = SimpleNamespace(log_folder="runs/run/logs", rollout=RolloutConfig())
         return Fleet([spec], [None])  # type: ignore[list-item]

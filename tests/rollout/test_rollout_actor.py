@@ -84,7 +84,7 @@ class OneAtATime(Hanging):
 
 
 def results(engine: Hanging, model: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 0.05, **rollout: Any) -> list[GroupResult]:
-    monkeypatch.setattr(actor_module, "_build_engine", lambda spec: engine)
+    monkeypatch.setattr(actor_module, "_build_engine", lambda spec, base: engine)
     config = RolloutConfig(**rollout)
     rewards = RewardConfig(functions=[RewardItem(name="length", args={"max_tokens": 100, "buffer": 10})])
     spec = RolloutSpec(model=ModelConfig(path=str(model)), rollout=config, reward=rewards, log_folder="", name="engine-0")
@@ -116,7 +116,7 @@ def test_an_engine_that_hangs_and_cannot_abort_is_a_dead_engine_and_not_the_end_
 
 def test_a_response_that_was_aborted_twice_is_one_whose_parts_agree(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = AbortsTwice()
-    monkeypatch.setattr(actor_module, "_build_engine", lambda spec: engine)
+    monkeypatch.setattr(actor_module, "_build_engine", lambda spec, base: engine)
     rewards = RewardConfig(functions=[RewardItem(name="length", args={"max_tokens": 100, "buffer": 10})])
     spec = RolloutSpec(model=ModelConfig(path=str(tiny_model)), rollout=RolloutConfig(), reward=rewards, log_folder="", name="engine-0")
     task = GroupTask(claim_id=3, prompt=prompt(3), sampling=(SamplingParams(max_new_tokens=20),), timeout_s=10)
@@ -137,7 +137,7 @@ def test_a_response_that_was_aborted_twice_is_one_whose_parts_agree(tiny_model: 
 
 def test_groups_that_nobody_wants_any_more_end_as_aborted_and_leave_nothing_in_the_engine(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = OneAtATime()
-    monkeypatch.setattr(actor_module, "_build_engine", lambda spec: engine)
+    monkeypatch.setattr(actor_module, "_build_engine", lambda spec, base: engine)
     spec = RolloutSpec(
         model=ModelConfig(path=str(tiny_model)),
         rollout=RolloutConfig(),

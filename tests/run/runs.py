@@ -74,6 +74,15 @@ async def after_a_while(sample: Any, *, prompt: Any, text: str) -> float:
     return share_of_a(sample, prompt=prompt, text=text)
 
 
+async def share_of(sample: Any, *, prompt: Any, text: str, letter: str) -> float:
+    """As `share_of_a`; in the rollout actor itself, which costs no process."""
+    return text.count(letter) / max(len(text), 1)
+
+
+async def always_raises(sample: Any, *, prompt: Any, text: str) -> float:
+    raise KeyError("what the grader looked for")
+
+
 async def never_for_claim_2(sample: Any, *, prompt: Any, text: str) -> float:
     """`share_of_a`, but for one claim, whose reward takes longer than any test."""
     if sample.group_id == "2":

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from algorithms import registry
 from algorithms.config import AlgorithmConfig
@@ -67,6 +68,7 @@ class FSDPBackend:
         critic: the critic that `step_rl` also trains, or None.
         lora: adapters that are trained in place of the model's own weights. The engines get nothing else, checkpoints hold nothing
             else, and the reference is the model without them.
+        base: with `lora`, the model of another backend of this rank, of which all is shared but the adapters.
         prefix_overlap: prompts are computed as soon as they are known, by `prefill`, which needs `trainer.prompt_sharing`.
         temperature: the sampling temperature, at which `step_rl` and `logprobs` score. `step_sft` scores at 1.
         max_new_tokens: the longest response, Dr.GRPO's constant.
@@ -95,6 +97,7 @@ class FSDPBackend:
         critic: CriticConfig | None = None,
         lora: LoraConfig | None = None,
         prefix_overlap: bool = False,
+        base: PreTrainedModel | None = None,
     ) -> None:
         self._config, self._trainer, self._algorithm = model, trainer, algorithm
         self._temperature, self._max_new_tokens, self._seed = temperature, max_new_tokens, seed
@@ -104,12 +107,13 @@ class FSDPBackend:
         rng.seed_all(seed, rank)
         check_divided(model, trainer, lora)
         build = partial(build_model, model, master_dtype=master_dtype, mesh=self._mesh, device=self.device)
+        assert base is None or lora is not None, "weights that are trained cannot be shared"
         rewards = isinstance(pairs, RewardModelConfig)
         if rewards and lora is not None:
             raise ValueError("[lora] trains a policy; a reward model is trained whole: leave [lora] out")
         self._activations = None if trainer.activations == "keep" else Activations()
         reward_seed = seed if rewards else None
-        self.model = build(activations=self._activations, reward_seed=reward_seed, lora=lora, lora_seed=seed, frozen=trainer.frozen)
+        self.model = build(activations=self._activations, reward_seed=reward_seed, lora=lora, lora_seed=seed, frozen=trainer.frozen, base=base)
         self._hilore: HiLoRe | None = None
         if trainer.activations == "hilore":
             if pairs is not None or distill is not None:

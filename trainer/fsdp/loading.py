@@ -6,7 +6,7 @@ model's constructor, as transformers does. A fused weight (experts) is read from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from miles.core.model.load import load_config
 from miles.core.model.lora import base_name
+from miles.core.model.sharded import reshard
 from miles.core.model.tensor_files import TensorFiles
 from trainer.fsdp.slices import checkpoint_blocks
 from weight_sync.slices import Block, Ranges, full, shape_of
@@ -85,10 +86,26 @@ def materialise(model: PreTrainedModel, device: torch.device, home: torch.device
             return torch.empty_like(tensor, device=home)
         return tensor if isinstance(tensor, DTensor) else tensor.to(device)
 
+    _swapped(model, placed)
+
+
+def share(model: PreTrainedModel, base: PreTrainedModel) -> None:
+    """Let all parameters of `model` but its adapters be those of `base`, divided in the same way, in the same memory. Before `materialise`.
+
+    A part of a sharded tensor that FSDP2 pads, because the ranks do not divide its rows, it copies for each model all the same.
+    """
+    reshard(base)
+    theirs = {base_name(name): parameter for name, parameter in base.named_parameters()}
+    shared = {id(parameter): theirs[stored].detach() for name, parameter in model.named_parameters() if (stored := base_name(name)) is not None}
+    _swapped(model, lambda tensor: shared.get(id(tensor), tensor))
+
+
+def _swapped(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> None:
+    """`change` every tensor in place: a tied parameter stays one."""
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # in place: a tied parameter stays one
+    torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        nn.Module._apply(model, placed)
+        nn.Module._apply(model, change)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 

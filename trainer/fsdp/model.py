@@ -18,7 +18,7 @@ from miles.core.model.load import load_config, load_model
 from miles.core.model.lora import add_adapters
 from miles.core.model.reward import add_reward_head, reward_shell
 from miles.core.model.tensor_files import open_tensor_files
-from trainer.fsdp.loading import fill, materialise, shell_of, sources_of
+from trainer.fsdp.loading import fill, materialise, share, shell_of, sources_of
 from trainer.fsdp.mesh import Mesh
 from trainer.fsdp.tensor_parallel import parallelise
 from trainer.split_forward.activations import Activations
@@ -35,10 +35,12 @@ def build_model(
     lora: LoraConfig | None = None,
     lora_seed: int = 0,
     frozen: Sequence[str] = (),
+    base: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """The policy (or a reference) on `device`, parameters in `master_dtype`. With `reward_seed` a reward model, its head made from that.
     With `lora` adapters, drawn from `lora_seed`, are all there is to train; parameters whose names match a pattern of `frozen` are not trained.
-    `activations` governs what layers keep; without it they keep everything.
+    `activations` governs what layers keep; without it they keep everything. With `base`, a model of the same `config` with adapters of its own, all
+    but the adapters is that one's, in the same memory.
 
     It stays in eval mode: dropout would make the importance ratio of an on-policy token differ from 1.
     """
@@ -52,32 +54,45 @@ def build_model(
         freeze(model, frozen)
         return model
 
-    ready = partial(prepare, config=config, master_dtype=master_dtype, mesh=mesh, device=device, activations=activations)
+    ready = partial(prepare, config=config, master_dtype=master_dtype, mesh=mesh, device=device, activations=activations, base=base)
     if lora is not None and lora.dora:  # its magnitudes are those of the weights, which must be there
         return ready(changed(load_model(config.path, master_dtype, trust_remote_code=config.trust_remote_code)))
-    return load_divided(config, master_dtype, changed, ready)
+    return load_divided(config, master_dtype, changed, ready, shared=base is not None)
 
 
 def load_divided(
-    config: ModelConfig, master_dtype: torch.dtype, change: Callable[[PreTrainedModel], PreTrainedModel], ready: Callable[[PreTrainedModel], PreTrainedModel]
+    config: ModelConfig,
+    master_dtype: torch.dtype,
+    change: Callable[[PreTrainedModel], PreTrainedModel],
+    ready: Callable[[PreTrainedModel], PreTrainedModel],
+    *,
+    shared: bool = False,
 ) -> PreTrainedModel:
     """`ready(change(model))`, where `ready` divides the model over ranks, and each rank reads its own part: see `trainer.fsdp.loading`.
 
     What is not stored as the model has it (another format, a quantised one, older names) is read whole, on every rank, as transformers does.
-    Raises as `load_model`.
+    With `shared`, `ready` gives parameters their values, and buffers alone are read. Raises as `load_model`.
     """
     with open_tensor_files(config.path) as files:
         shell = None if files is None else change(shell_of(config.path, master_dtype, trust_remote_code=config.trust_remote_code))
         sources = None if files is None or shell is None else sources_of(shell, files)
         if files is not None and shell is not None and sources is not None:
             model = ready(shell)
-            fill(model, files, sources)
+            there = dict(model.named_parameters()) if shared else {}
+            fill(model, files, {name: blocks for name, blocks in sources.items() if name not in there})
             return model
     return ready(change(load_model(config.path, master_dtype, trust_remote_code=config.trust_remote_code)))
 
 
 def prepare(
-    model: PreTrainedModel, config: ModelConfig, *, master_dtype: torch.dtype, mesh: Mesh, device: torch.device, activations: Activations | None = None
+    model: PreTrainedModel,
+    config: ModelConfig,
+    *,
+    master_dtype: torch.dtype,
+    mesh: Mesh,
+    device: torch.device,
+    activations: Activations | None = None,
+    base: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """A model, loaded or without weights, made ready to be trained on this rank: see `build_model`. Parameters without weights get their memory,
     this rank's part alone."""
@@ -96,6 +111,8 @@ def prepare(
     # One rank that computes in its masters' dtype has nothing to gather or cast: FSDP2's hooks and copies cost it a fifth of a step.
     if mesh.world > 1 or compute_dtype != master_dtype or mesh.offload:
         shard(model, mesh=mesh, device=device, compute_dtype=compute_dtype, reduce_dtype=master_dtype)
+    if base is not None:
+        share(model, base)
     materialise(model, device, torch.device("cpu") if mesh.offload else None)
     return model
 

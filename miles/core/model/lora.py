@@ -8,6 +8,7 @@ peft is imported when adapters are put on, and by nothing else of the product.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,13 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
             if _peft_name(own) is not None:
                 module, _, last = own.rpartition(".")
                 model.get_submodule(module)._parameters[last] = nn.Parameter(_begun(own, parameter).to(model.dtype))
+
+
+def twin(base: PreTrainedModel) -> PreTrainedModel:
+    """Another model over the parameters of `base`, which is to have no adapters: adapters put on the one are not on the other, and the weights
+    that both freeze are in memory once."""
+    assert not adapter_tensors(base)
+    return copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
 
 
 def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
