@@ -97,13 +97,14 @@ def test_requests_whose_caller_has_gone_end_when_they_are_aborted(sglang_engine:
     left, and it answers once a step at most."""
     bench = Bench(sglang_engine, tiny_model)
     bench.settle(tmp_path)
-    crowd = [request(new=FULL, start=i, seed=i, name=f"7/{i}") for i in range(16)]
+    crowd = [request(new=FULL, start=i, seed=i, name=f"7/{i}") for i in range(48)]
 
-    async def case() -> list[str]:
+    async def case() -> list[str] | None:
         (task,) = await bench.under_way(crowd)
         task.cancel()
         await asyncio.wait({task})
-        assert task.cancelled(), "they were over before they could be given up"
+        if not task.cancelled():
+            return None  # they were over before they could be given up
         await sglang_engine.abort([r.request_id for r in crowd])
         refused = []
         for _ in range(8):
@@ -115,7 +116,9 @@ def test_requests_whose_caller_has_gone_end_when_they_are_aborted(sglang_engine:
                 break
         return refused
 
-    assert len(asyncio.run(case())) < 8
+    refused = bench.caught(lambda: asyncio.run(case()), lambda found: found is not None)
+    assert refused is not None
+    assert len(refused) < 8
 
 
 def test_a_request_that_no_abort_ends_is_an_error_at_the_deadline(doomed: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
