@@ -31,7 +31,8 @@ class Outcome(StrEnum):
 
     TRAINED = "trained"  # an update used its group
     FILTERED = "filtered"  # its group teaches nothing
-    EXHAUSTED = "exhausted"  # given up after max_attempts
+    FAILED = "failed"  # given up after max_attempts, of which the last failed: an engine died, a reward raised, a deadline passed
+    EXHAUSTED = "exhausted"  # given up after max_attempts, of which the last was aborted, came too late or was let go
 
 
 class State(IntEnum):
@@ -130,10 +131,11 @@ class ClaimTable:
             free = self._db.execute("SELECT key, version FROM words WHERE state = 0 ORDER BY position LIMIT ?", (max(0, n - len(held)),)).fetchall()
             return held + [self._take(owner, key, version) for key, version in free]
 
-    def release(self, claim: Claim) -> Word:
-        """The attempt came to nothing. Returns the word: EMPTY for another attempt, or COMMITTED as exhausted. That of a claim already lost is left alone."""
+    def release(self, claim: Claim, last: Outcome = Outcome.EXHAUSTED) -> Word:
+        """The attempt came to nothing. Returns the word: EMPTY for another attempt, or, of the last, COMMITTED as `last`. That of a claim already lost
+        is left alone."""
         with self._change():
-            self._let_go(claim)
+            self._let_go(claim, last)
             return self._word(claim.key)
 
     def end(self, claim: Claim, outcome: Outcome) -> bool:
@@ -213,9 +215,9 @@ class ClaimTable:
         )
         return Claim(key, owner, version + 1)
 
-    def _let_go(self, claim: Claim) -> None:
+    def _let_go(self, claim: Claim, last: Outcome = Outcome.EXHAUSTED) -> None:
         if self._max_attempts is not None and self._word(claim.key).attempts >= self._max_attempts:
-            self._swap(claim, State.COMMITTED, claim.owner, outcome=Outcome.EXHAUSTED)
+            self._swap(claim, State.COMMITTED, claim.owner, outcome=last)
         else:
             self._swap(claim, State.EMPTY, "")
 

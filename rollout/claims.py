@@ -20,7 +20,7 @@ class Claims:
     """Progress over the stream of prompts, with plain integers for a checkpoint.
 
     Example: with max_attempts = 2, `claim()` gives 0, then 1; `retry(0)` is True (its second attempt), a second `retry(0)` is
-    False and ends it as exhausted; `end(1, Outcome.TRAINED)` ends the other, and the low-water mark is 2.
+    False and ends it; `end(1, Outcome.TRAINED)` ends the other, and the low-water mark is 2.
     """
 
     def __init__(self, max_attempts: int) -> None:
@@ -38,11 +38,11 @@ class Claims:
         self._take(claim_id)
         return claim_id
 
-    def retry(self, claim_id: int) -> bool:
-        """The attempt came to nothing. True: the claim stays open for another; False: it was the last, the claim ended as exhausted."""
-        word = self._table.release(self._claim_of(claim_id))
+    def retry(self, claim_id: int, last: Outcome) -> bool:
+        """The attempt came to nothing. True: the claim stays open for another; False: that was the last, and it ended as `last` says."""
+        word = self._table.release(self._claim_of(claim_id), last)
         if word.state is State.COMMITTED:
-            self._forget(claim_id, Outcome.EXHAUSTED)
+            self._forget(claim_id, last)
             return False
         self._take(claim_id)
         return True

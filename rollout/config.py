@@ -32,7 +32,7 @@ class RolloutConfig(SamplingConfig):
         ge=0,
         description="prompts begun beyond prompts_per_step at run.max_staleness = 0: the first to finish are trained, the rest aborted and tried again",
     )
-    max_attempts: int = Field(3, ge=1, description="how often a failed group is tried before it counts as exhausted")
+    max_attempts: int = Field(3, ge=1, description="how often a group is tried before its prompt is given up")
     timeout_s: float = Field(
         600.0,
         gt=0,

@@ -181,12 +181,12 @@ class Producer:
     def _on_failure(self, result: GroupResult) -> None:
         if result.kind == "aborted":
             self._counts["groups/aborted"] += 1
-            self._again(result.claim_id)
+            self._again(result.claim_id, Outcome.EXHAUSTED)
             return
         self._failures_in_a_row += 1
         self._counts["groups/failed"] += 1
         logger.warning("prompt %d (claim %d) %s: %s", self.stream.prompt(result.claim_id).prompt_id, result.claim_id, result.kind, result.message)
-        self._again(result.claim_id)
+        self._again(result.claim_id, Outcome.FAILED)
         if self._failures_in_a_row >= 8 * self.prompts_per_step:
             self._error = RuntimeError(f"{self._failures_in_a_row} groups failed in a row, the last one with: {result.message}")
 
@@ -195,10 +195,10 @@ class Producer:
         for group in self.buffer.drain_refused():
             self._counts["groups/refused_stale"] += 1
             self._refused_lengths += [sample.response_length for sample in group.samples]
-            self._again(group.claim_id)
+            self._again(group.claim_id, Outcome.EXHAUSTED)
 
-    def _again(self, claim_id: int) -> None:
-        if self.claims.retry(claim_id):
+    def _again(self, claim_id: int, last: Outcome) -> None:
+        if self.claims.retry(claim_id, last):
             self._waiting.append(claim_id)
         else:
             self._counts["groups/exhausted"] += 1

@@ -36,6 +36,7 @@ from miles.run.teaching import Teaching, teaching_of
 from miles.tracking.tracker import Tracker
 from rollout.actor import RolloutSpec
 from rollout.buffer import Buffer
+from rollout.claim_table import Outcome
 from rollout.claims import Claims
 from rollout.engines.contracts import SamplingParams
 from rollout.fleet import Actors, Fleet
@@ -229,6 +230,10 @@ class RLRun:
             self._show(evaluation)
             self.tracker.log(self.version, evaluation.metrics)
             self.live.update(self.version, evaluation.metrics)
+        ended = self.producer.claims.ended
+        if given_up := ended[Outcome.FAILED] + ended[Outcome.EXHAUSTED]:
+            told = ", ".join(f"{count} {outcome}" for outcome, count in ended.items())
+            logger.warning("%d prompts were given up after rollout.max_attempts = %d: of all that ended, %s", given_up, self.recipe.rollout.max_attempts, told)
         await self.trainer.wait_saved()
         if self.recipe.checkpoint.export:
             await self.trainer.export(self.folder / "model")

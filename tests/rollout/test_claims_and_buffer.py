@@ -48,7 +48,7 @@ class Run(RuleBasedStateMachine):
     def fail(self, data):
         claim_id = data.draw(st.sampled_from(sorted(self.generating)))
         del self.generating[claim_id]
-        self.retry(claim_id)
+        self.retry(claim_id, Outcome.FAILED)
 
     @precondition(lambda self: self.generating)
     @rule(data=st.data())
@@ -71,7 +71,7 @@ class Run(RuleBasedStateMachine):
             self.ended[claim_id] = Outcome.TRAINED
         for claim_id in refused:
             del self.buffered[claim_id]
-            self.retry(claim_id)
+            self.retry(claim_id, Outcome.EXHAUSTED)
         self.version += 1
 
     @rule()
@@ -84,14 +84,14 @@ class Run(RuleBasedStateMachine):
         assert sorted(set(self.claims.in_flight()) - set(self.buffer.claim_ids())) == sorted(self.generating)
         self.generating = dict.fromkeys(self.generating, self.version)
 
-    def retry(self, claim_id):
+    def retry(self, claim_id, last):
         again = self.tries[claim_id] < self.max_attempts
-        assert self.claims.retry(claim_id) == again
+        assert self.claims.retry(claim_id, last) == again
         if again:
             self.tries[claim_id] += 1
             self.generating[claim_id] = self.version
         else:
-            self.ended[claim_id] = Outcome.EXHAUSTED
+            self.ended[claim_id] = last
 
     @invariant()
     def every_claim_is_in_exactly_one_place(self):
@@ -112,9 +112,10 @@ TestRun.settings = settings(max_examples=60, stateful_step_count=40, deadline=No
 def test_the_worked_example_of_the_docstring():
     claims = Claims(max_attempts=2)
     assert [claims.claim(), claims.claim()] == [0, 1]
-    assert [claims.retry(0), claims.retry(0)] == [True, False]
+    assert [claims.retry(0, Outcome.FAILED), claims.retry(0, Outcome.FAILED)] == [True, False]
     claims.end(1, Outcome.TRAINED)
     assert claims.low_water == 2
+    assert claims.ended == {Outcome.TRAINED: 1, Outcome.FILTERED: 0, Outcome.FAILED: 1, Outcome.EXHAUSTED: 0}
 
 
 @pytest.mark.parametrize("claim_id", [0, 5])

@@ -135,7 +135,7 @@ def test_a_failed_group_is_tried_again_then_given_up_and_another_takes_its_place
         taken = await taking
         assert [g.claim_id for g in taken.groups] == [0, 1, 3, 4]
         assert (taken.counts["groups/failed"], taken.counts["groups/exhausted"]) == (2.0, 1.0)
-        assert (made.claims.in_flight(), made.claims.ended[Outcome.EXHAUSTED]) == ([0, 1, 3, 4], 1)
+        assert (made.claims.in_flight(), made.claims.ended[Outcome.FAILED]) == ([0, 1, 3, 4], 1)
 
     run(test)
 
@@ -356,7 +356,7 @@ def test_with_extra_prompts_the_first_to_finish_are_the_batch_and_the_tail_comes
         assert taken.counts["groups/aborted"] == 2
         assert taken.counts["groups/exhausted"] == 1, "claim 2 had its two attempts"
         assert made.claims.in_flight() == [8]
-        assert made.claims.ended == {Outcome.TRAINED: 8, Outcome.FILTERED: 0, Outcome.EXHAUSTED: 1}
+        assert made.claims.ended == {Outcome.TRAINED: 8, Outcome.FILTERED: 0, Outcome.FAILED: 0, Outcome.EXHAUSTED: 1}
 
     run(test)
 

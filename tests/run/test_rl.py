@@ -86,7 +86,9 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(task: dict[str, P
     assert learned(folder) == learned(whole)
 
 
-def test_with_extra_prompts_nobody_waits_for_the_slowest_and_its_claim_ends_once(task: dict[str, Path], tmp_path: Path) -> None:
+def test_with_extra_prompts_nobody_waits_for_the_slowest_and_its_claim_ends_once(
+    task: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     slow = ('reward.functions=[{name="tests.run.runs:never_for_claim_2"}]', "reward.timeout_s=3600", "rollout.timeout_s=3600")
     rl.run(rl_recipe(task, tmp_path / "run", "run.steps=3", "rollout.extra_prompts=1", "rollout.max_attempts=2", "checkpoint.every=3", *slow))
     steps = [r for r in records(tmp_path / "run") if "reward/mean" in r]
@@ -94,8 +96,10 @@ def test_with_extra_prompts_nobody_waits_for_the_slowest_and_its_claim_ends_once
     assert sum(r["groups/exhausted"] for r in steps) == 1, "claim 2 was aborted in both its attempts"
     assert max(r["staleness/max"] for r in steps) == 0
     claims = read_manifest(CheckpointStore(tmp_path / "run" / "checkpoints").latest())["extra"]["producer"]["claims"]
-    assert claims["ended"] == {"trained": 12, "filtered": 0, "exhausted": 1}
+    assert claims["ended"] == {"trained": 12, "filtered": 0, "failed": 0, "exhausted": 1}
     assert claims["next"] == 13 + len(claims["open"])
+    told = "1 prompts were given up after rollout.max_attempts = 2: of all that ended, 12 trained, 0 filtered, 0 failed, 1 exhausted"
+    assert told in caplog.text
 
 
 def test_engines_that_only_evaluate_change_nothing_and_one_that_is_killed_costs_its_evaluation_alone(task: dict[str, Path], tmp_path: Path) -> None:
