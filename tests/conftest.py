@@ -62,6 +62,7 @@ FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/trainer/test_penalty_and_guard.py",
     "tests/trainer/test_trainer_distill.py",
     "tests/trainer/test_trainer_lora.py",
+    "tests/trainer/test_trainer_lora_experts.py",
     "tests/trainer/test_trainer_taught.py",
     "tests/trainer/test_trainer_tenants.py",
     "tests/trainer/test_trainer_pairs.py",

@@ -32,6 +32,7 @@ def stir(backend: Any, rank: int = 0, factor: float = 1.0) -> None:
 def lora_gradients(rank: int, world: int, path: Path, groups: Sequence[Group], options: dict[str, Any]) -> dict[str, NDArray[np.float64]]:
     """Of the first optimizer step from stirred adapters."""
     backend = make_backend(path, rank=rank, world=world, **({"lora": LORA} | options))
+    backend.model.config._experts_implementation = "eager"  # where there are experts: the default one has no float64
     stir(backend, rank)
     backend.step_rl(groups)
     return gradients(backend)
@@ -39,9 +40,10 @@ def lora_gradients(rank: int, world: int, path: Path, groups: Sequence[Group], o
 
 def peft_model(path: Path, dtype: torch.dtype = torch.float64, *, lora: dict[str, Any], adapters: dict[str, torch.Tensor] | None = None) -> Any:
     """peft's own wrapper on plain transformers, with stirred adapters or those given under names of its file."""
-    config = peft.LoraConfig(
-        r=lora["rank"], lora_alpha=lora["alpha"], target_modules="all-linear", use_rslora=lora.get("rslora", False), use_dora=lora.get("dora", False)
-    )
+    targets: dict[str, Any] = {"target_modules": "all-linear"}
+    if "gate_up_proj" in lora.get("targets", []):
+        targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    config = peft.LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], use_rslora=lora.get("rslora", False), use_dora=lora.get("dora", False), **targets)
     model = peft.get_peft_model(plain_model(path, dtype), config)
     if adapters is None:
         holder = type("Holder", (), {"model": model.base_model.model})

@@ -37,11 +37,19 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def adapter_parameters(path: Path, lora: LoraConfig) -> int:
     """Parameters of adapters on the model in `path`: rank x (inputs + outputs) of each matrix that gets one, and its outputs for DoRA."""
     sizes = [entry["shape"] for file in path.glob("*.safetensors") for name, entry in _header(file).items() if _gets_adapter(name, entry, lora)]
-    return sum(lora.rank * (rows + columns) + rows * lora.dora for rows, columns in sizes)
+    experts = [(name, entry["shape"]) for file in path.glob("*.safetensors") for name, entry in _header(file).items() if ".experts." in name]
+    fused = 0
+    for name, (rows, columns) in experts:  # gate and up are one weight, with one A
+        kind = name.removesuffix(".weight").rpartition(".")[2]
+        target = "down_proj" if kind == "down_proj" else "gate_up_proj"
+        fused += lora.rank * (rows + columns * (kind != "up_proj")) if target in lora.targets else 0
+    return fused + sum(lora.rank * (rows + columns) + rows * lora.dora for rows, columns in sizes)
 
 
 def _gets_adapter(name: str, entry: dict[str, Any], lora: LoraConfig) -> bool:
     layer = name.removesuffix(".weight").rpartition(".")[2]
+    if ".experts." in name or layer == "gate":  # a router is no linear layer
+        return False
     matrix = name != "__metadata__" and name.endswith(".weight") and len(entry["shape"]) == 2 and "embed" not in name and not name.startswith("lm_head")
     return matrix and (not lora.targets or layer in lora.targets)
 

@@ -39,6 +39,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
         for name, own in recipe.of_tenants().items():
             try:
                 check_rl(Resolved(own, resolved.origins), resume=resume)
+                _check_experts(own, tenants=True)
             except ConfigError as error:
                 raise ConfigError(f"tenant {name}: {error}") from error
         return
@@ -64,6 +65,7 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     _check_transport(recipe.weight_sync)
     _check_backend(recipe)
     adapters = _check_lora(recipe)
+    _check_experts(recipe)
     _check_tracking(recipe.tracking)
     count = footprint.parameters(Path(recipe.model.path))
     terms = footprint.trainer_terms(recipe.model, recipe.trainer, count, reference=recipe.algorithm.kl_coef > 0, adapters=adapters)
@@ -260,6 +262,17 @@ def _check_lora(recipe: RLRecipe | SFTRecipe | PreferenceRecipe | RewardModelRec
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("[lora] needs peft, which is not installed: run `bash scripts/install`, or leave [lora] out")
     return footprint.adapter_parameters(Path(recipe.model.path), lora)
+
+
+def _check_experts(recipe: RLRecipe, *, tenants: bool = False) -> None:
+    """Who serves no adapters of experts. peft computes them by a cache of the process, which engines that share one would share too."""
+    lora = recipe.served_lora
+    if lora is None or not {"gate_up_proj", "down_proj"} & set(lora.targets) or _model_type(recipe.model) != "qwen3_moe":
+        return
+    if tenants or recipe.rollout.engine == "sglang":
+        what = "[tenants]" if tenants else "rollout.engine = 'sglang'"
+        cure = "leave gate_up_proj and down_proj out" + ("" if tenants else ", or use lora.served = 'merged' or the torch engine")
+        raise ConfigError(f"lora.targets = {lora.targets} names experts of a mixture, which {what} does not go with: {cure}")
 
 
 def megatron_plan(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig | None = None) -> list[str]:

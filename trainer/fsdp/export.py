@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from miles.core.checkpoint.whole import whole
 from miles.core.model.config import LoraConfig, ModelConfig
 from miles.core.model.load import load_config, tokenizer_of
-from miles.core.model.lora import adapter_tensors, adapters_of, base_name, merged, write_adapter
+from miles.core.model.lora import adapted_experts, adapter_tensors, adapters_of, base_name, merged, write_adapter
 from miles.core.model.reward import on_disk, reward_shell
 from miles.core.model.sharded import gathered
 from trainer.fsdp.home import SharedParameters
@@ -62,7 +62,7 @@ class Exporter(_InSlices):
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, rank: int, rewards: bool = False, lora: LoraConfig | None = None):
         self._model, self._dtype, self._rank, self._rewards = model, dtype, rank, rewards
         self._own = _own(model)
-        self._adapters = adapters_of(adapter_tensors(model))
+        self._adapters = adapters_of(adapter_tensors(model), adapted_experts(model))
         self._scaling = 1.0 if lora is None else lora.scaling
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._source: dict[str, str] = {}
@@ -147,9 +147,11 @@ class AdapterExporter(_InSlices):
         """A directory that peft and SGLang load beside `config.path`. It appears whole. Collective."""
         state = {name: tensor.to("cpu") for name, tensor in self.tensors(list(self._own))}
         if self._rank == 0:
-            targets = sorted({weight.removesuffix(".weight").rpartition(".")[2] for weight in adapters_of(self._own)})
+            weights = adapters_of(self._own, adapted_experts(self._model))
+            targets = sorted({weight.split(".")[-2] for weight in weights if weight.endswith(".weight")})
+            experts = sorted({".".join(weight.split(".")[-2:]) for weight in weights if not weight.endswith(".weight")})
             with whole(folder) as partial:
-                write_adapter(partial, state, self._lora, targets, config.path)
+                write_adapter(partial, state, self._lora, targets, config.path, experts)
 
 
 def _own(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -27,7 +27,11 @@ class LoraConfig(Section):
 
     rank: int = Field(16, ge=1, description="inner width of each adapter")
     alpha: int = Field(32, ge=1, description="an adapter's output is scaled by alpha / rank")
-    targets: list[str] = Field([], description='last parts of names of linear layers, such as ["q_proj", "v_proj"]; empty: every one but the output head')
+    targets: list[str] = Field(
+        [],
+        description='last parts of names of linear layers, such as ["q_proj", "v_proj"]; empty: every one but the output head; experts of a '
+        "mixture go by the names that transformers gives their fused weights, gate_up_proj and down_proj, and are not among the empty list's",
+    )
     rslora: bool = Field(False, description="scale by alpha / sqrt(rank), which suits large ranks (rsLoRA)")
     dora: bool = Field(False, description="the length of each row of a weight is learned beside the adapter, which turns it (DoRA)")
     served: Literal["apart", "merged"] = Field(
