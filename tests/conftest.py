@@ -47,6 +47,7 @@ RAY = {
 }
 FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/conformance/test_trainers.py",
+    "tests/conformance/test_trainers_experts.py",
     "tests/conformance/test_trainers_layouts.py",
     "tests/conformance/test_trainers_megatron.py",
     "tests/conformance/test_weight_sync.py",

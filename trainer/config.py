@@ -55,7 +55,7 @@ class TrainerConfig(OptimizerConfig):
     tensor_parallel: int = Field(1, ge=1, description="ranks that share the heads and columns of each layer")
     pipeline_parallel: int = Field(1, ge=1, description="megatron: stages of layers, one behind the other")
     pipeline_chunks: int = Field(1, ge=1, description="megatron: pieces of the model on each stage; more than one interleaves them for shorter idle times")
-    expert_parallel: int = Field(1, ge=1, description="megatron: ranks that share the experts of a layer; they are data- and tensor-parallel otherwise")
+    expert_parallel: int = Field(1, ge=1, description="ranks that share the experts of a layer: tokens travel to them; fsdp: 1, or all ranks")
     timeout_s: float = Field(
         600, gt=0, le=LONGEST_S, description="seconds that a rank waits for the others in a collective; one that hangs is then named and the run ends"
     )
@@ -88,7 +88,7 @@ class TrainerConfig(OptimizerConfig):
 
     @model_validator(mode="after")
     def _parallel(self) -> TrainerConfig:
-        for option in ("pipeline_parallel", "pipeline_chunks", "expert_parallel"):
+        for option in ("pipeline_parallel", "pipeline_chunks"):
             if self.backend == "fsdp" and getattr(self, option) > 1:
                 raise ValueError(f"trainer.{option} = {getattr(self, option)} needs trainer.backend = 'megatron': fsdp shards parameters over all its ranks")
         if self.activations == "hilore" and (self.backend == "megatron" or self.prompt_sharing):
@@ -98,6 +98,18 @@ class TrainerConfig(OptimizerConfig):
             raise ValueError(
                 f"trainer.ranks = {self.ranks} does not divide by trainer.replicas x trainer.tensor_parallel = {self.replicas} x {self.tensor_parallel}"
             )
+        experts = self.backend == "fsdp" and self.expert_parallel > 1
+        if experts and self.expert_parallel != self.ranks:
+            raise ValueError(f"trainer.expert_parallel = {self.expert_parallel} of trainer.ranks = {self.ranks}: fsdp divides experts over all ranks or none")
+        for wanted, what in (
+            (self.replicas > 1, f"trainer.replicas = {self.replicas}"),
+            (self.tensor_parallel > 1, f"trainer.tensor_parallel = {self.tensor_parallel}"),
+            (self.offload, "trainer.offload"),
+            (self.prompt_sharing, "trainer.prompt_sharing"),
+            (self.activations == "hilore", "trainer.activations = 'hilore'"),
+        ):
+            if experts and wanted:
+                raise ValueError(f"trainer.expert_parallel = {self.expert_parallel} does not go with {what}: leave one of them out")
         divided = self.backend == "fsdp" and self.tensor_parallel > 1
         for wanted, what in ((self.prompt_sharing, "trainer.prompt_sharing"), (self.activations == "hilore", "trainer.activations = 'hilore'")):
             if divided and wanted:

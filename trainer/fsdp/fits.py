@@ -13,6 +13,7 @@ from miles.core.model.lora import add_adapters, target_names
 from miles.core.model.packed import output_head
 from miles.core.model.reward import add_reward_head
 from trainer.config import TrainerConfig
+from trainer.fsdp.expert_parallel import check_experts
 from trainer.fsdp.loading import shell_of
 from trainer.fsdp.model import freeze
 from trainer.fsdp.tensor_parallel import styles_of
@@ -36,6 +37,8 @@ def check(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig | None, *
         output_head(shell)
     if trainer.tensor_parallel > 1:
         styles_of(shell, trainer.tensor_parallel)
+    if trainer.expert_parallel > 1:
+        check_experts(shell, trainer.expert_parallel)
     if trainer.activations == "hilore":
         hilore.check(shell, longest_sequence(model))
     if lora is not None:
@@ -62,3 +65,8 @@ def check_divided(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig |
         for wanted, what in ((lora is not None, "[lora]"), (model.true_on_policy, "model.true_on_policy")):
             if wanted:
                 raise ValueError(f"trainer.tensor_parallel = {trainer.tensor_parallel} does not go with {what}: leave one of them out")
+    if trainer.expert_parallel > 1:
+        adapted = lora is not None and bool({"gate_up_proj", "down_proj"} & set(lora.targets))
+        for wanted, what in ((adapted, "experts among lora.targets"), (model.true_on_policy, "model.true_on_policy")):
+            if wanted:
+                raise ValueError(f"trainer.expert_parallel = {trainer.expert_parallel} does not go with {what}: leave one of them out")

@@ -26,6 +26,7 @@ class Mesh:
         data_rank, data_world: which share of a batch is this rank's, and of how many. data_group: of the ranks that share one; None: all ranks.
         fsdp: over which parameters are sharded, one-dimensional or replicas x shards; None on a single rank.
         tensor: over which layers are divided; None where they are not.
+        experts: over which the experts of a layer are divided, the ranks of `fsdp`; None where they are sharded as other parameters are.
         offload: whether a rank's part of parameters, gradients and optimizer lies in CPU memory.
     """
 
@@ -36,6 +37,7 @@ class Mesh:
     data_group: dist.ProcessGroup | None = None
     fsdp: DeviceMesh | None = None
     tensor: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
     offload: bool = False
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,6 +67,7 @@ def open_mesh(config: TrainerConfig, rank: int, world: int, device: torch.device
         data_group=group,
         fsdp=fsdp,
         tensor=mesh["tensor"] if tensor > 1 else None,
+        experts=fsdp if config.expert_parallel > 1 else None,
         offload=config.offload,
     )
 

@@ -18,6 +18,7 @@ from miles.core.model.load import load_config, load_model
 from miles.core.model.lora import add_adapters
 from miles.core.model.reward import add_reward_head, reward_shell
 from miles.core.model.tensor_files import open_tensor_files
+from trainer.fsdp.expert_parallel import divide_experts
 from trainer.fsdp.loading import fill, materialise, share, shell_of, sources_of
 from trainer.fsdp.mesh import Mesh
 from trainer.fsdp.tensor_parallel import parallelise
@@ -105,12 +106,13 @@ def prepare(
         fuse_layers(model)
     if mesh.tensor is not None:
         parallelise(model, mesh.tensor)
+    apart = set[nn.Parameter]() if mesh.experts is None else divide_experts(model, mesh.experts)
     if activations is not None:
         activations.attach(decoder_layers(model))
     compute_dtype = compute_dtype_of(config, master_dtype)
     # One rank that computes in its masters' dtype has nothing to gather or cast: FSDP2's hooks and copies cost it a fifth of a step.
     if mesh.world > 1 or compute_dtype != master_dtype or mesh.offload:
-        shard(model, mesh=mesh, device=device, compute_dtype=compute_dtype, reduce_dtype=master_dtype)
+        shard(model, mesh=mesh, device=device, compute_dtype=compute_dtype, reduce_dtype=master_dtype, apart=apart)
     if base is not None:
         share(model, base)
     materialise(model, device, torch.device("cpu") if mesh.offload else None)
@@ -149,15 +151,23 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def shard(model: PreTrainedModel, *, mesh: Mesh, device: torch.device, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+def shard(
+    model: PreTrainedModel,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    apart: set[nn.Parameter] | None = None,
+) -> None:
     """`fully_shard` each layer, then the root, over `mesh.fsdp`. Gradients are summed over ranks, never averaged: losses are
-    shares of a global mean already."""
+    shares of a global mean already. Parameters that stand `apart` are not touched."""
     over = mesh.fsdp or init_device_mesh(device.type, (1,))  # a single rank over itself
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     # Pinned memory is for copies to a GPU, and there is none without one.
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if mesh.offload else OffloadPolicy()
     for module in [*decoder_layers(model), model]:
-        fully_shard(module, mesh=over, mp_policy=policy, offload_policy=offload)
+        fully_shard(module, mesh=over, mp_policy=policy, offload_policy=offload, ignored_params=apart)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         # gloo has no pre-multiplied sum, which a divide factor would otherwise use.

@@ -58,6 +58,9 @@ def describe(trainer: TrainerConfig, shapes: Shapes, model: Mapping[str, Any], *
             f"tensor-parallel: {heads} heads / {tensor} = {heads // tensor}, {kv_heads} key-value heads / {tensor} = {kv_heads // tensor}; embedding, norms "
             "and head are on each"
         )
+    if trainer.expert_parallel > 1:
+        experts = int(model.get("num_experts") or 0)
+        yield f"expert-parallel: {experts} experts / {trainer.expert_parallel} = {experts // trainer.expert_parallel}, whole on their ranks; tokens go there"
     held = bytes_of(trainer, shapes, model, bfloat16=bfloat16, adapters=adapters)
     yield (
         f"memory of a rank: {_mib(held.weights)} weights + {_mib(held.gradients)} gradients + {_mib(held.optimizer)} AdamW (float32)"
@@ -76,7 +79,7 @@ def bytes_of(trainer: TrainerConfig, shapes: Shapes, model: Mapping[str, Any], *
         own += -(-rows // shards) * width
         layer = _LAYER.search(name)
         unit = layer.group() if layer else ""
-        units[unit] = units.get(unit, 0) + rows * width
+        units[unit] = units.get(unit, 0) + (rows * width if trainer.expert_parallel == 1 or ".experts." not in name else 0)
     trained = own if adapters is None else -(-adapters // shards)
     root = units.pop("", 0)
     gathered = root + max(units.values(), default=0) if trainer.ranks > 1 or bfloat16 else 0
