@@ -29,6 +29,7 @@ usage: miles COMMAND ...
   miles evaluate RECIPE.toml [key=value ...]             pass@k of a model on prompts with rewards
   miles config RECIPE.toml [key=value ...]               every value, where it comes from, and the batch arithmetic; starts nothing
   miles weights RECIPE.toml [key=value ...]              every tensor, the trainer ranks that hold it, and its place in the engines; starts nothing
+  miles engines RUN COUNT                                how many engines a run has that is at work: some join, or leave, between steps
   miles convert --to FORMAT SOURCE TARGET                weights between Hugging Face models, Megatron shards and checkpoints
   miles report RUN                                       one HTML page and a picture of a run folder
   miles doctor                                           is this machine ready? each item is ok, or says what to do
@@ -213,6 +214,19 @@ def _report(arguments: list[str]) -> int:
     return OK
 
 
+def _engines(arguments: list[str]) -> int:
+    parser = _parser("engines", "Change how many engines a run has that is at work: they join, or leave with what they have answered, between its steps.")
+    parser.add_argument("run", metavar="RUN", help="its run folder")
+    parser.add_argument("count", metavar="COUNT", type=int, help="how many it shall have")
+    options = _parse(parser, arguments)
+    from pathlib import Path
+
+    from miles.run import engines
+
+    engines.ask(Path(options.run), options.count)
+    return OK
+
+
 def _convert(arguments: list[str]) -> int:
     parser = _parser("convert", "Weights between Hugging Face models, Megatron-Core's dist_checkpointing and checkpoints of runs.", CONVERT)
     parser.add_argument("source", metavar="SOURCE", help="a Hugging Face model directory, a Megatron checkpoint, or a checkpoint of a run")
@@ -239,7 +253,7 @@ def _doctor(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": _sft, "prefer": _prefer, "reward": _reward, "rl": _rl, "distill": _distill, "evaluate": _evaluate,
-    "config": _config, "weights": _weights, "convert": _convert, "report": _report, "doctor": _doctor,
+    "config": _config, "weights": _weights, "engines": _engines, "convert": _convert, "report": _report, "doctor": _doctor,
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The fleet: rollout actors seen from the driver. It hands out waves of groups, notices the dead, and replaces them.
 
-An engine that died is replaced by a fresh one at version 0 that takes no work until `ready` says that it holds the current weights.
+An engine that died is replaced by a fresh one at version 0 that takes no work until `ready` says that it holds the current weights. Engines
+join and leave while a run goes on. A place keeps its number for good, and is never given to another.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +40,11 @@ class Member:
     place: PlacementGroupSchedulingStrategy
     actor: Any
     ready: bool = False
+    joining: asyncio.Task[None] | None = None
+    """Brings a new place's engine up; until it has ended and the engine was admitted, the place is nobody's to heal."""
+    leaving: bool = False
+    """It answers what it has, and gets no more."""
+    left: bool = False
     outstanding: dict[int, asyncio.Future[GroupResult]] = field(default_factory=dict)
     watches: dict[asyncio.Timeout, float] = field(default_factory=dict)
     """Of waves at work: how long the actor may be silent, and a group's deadline."""
@@ -86,6 +93,7 @@ class Fleet:
         self._actors = actors or OwnActors()
         self._members = [Member(spec, place, self._actors.spawn(spec, place)) for spec, place in zip(specs, places, strict=True)]
         self._waves: set[asyncio.Task[None]] = set()
+        self._partings: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Bring every engine up, all at once. Raises what the first one that failed raised."""
@@ -95,8 +103,55 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        """Places, whether their engines are up or not."""
+        """Places, whether their engines are up or not, those that were left included."""
         return len(self._members)
+
+    @property
+    def staying(self) -> list[int]:
+        """Places that nobody has told to leave, whether their engines are up or not."""
+        return [index for index, member in enumerate(self._members) if not member.leaving and not member.left]
+
+    def join(self, spec: RolloutSpec, place: Any) -> int:
+        """A place more, whose engine comes up beside everything else; its number. See `arrived`."""
+        engine_id = len(self._members)
+        member = Member(spec, place, self._actors.spawn(spec, place))
+        self._members.append(member)
+        member.joining = asyncio.ensure_future(_start(engine_id, member))
+        return engine_id
+
+    @property
+    def arrived(self) -> list[int]:
+        """Places that joined and whose engines are up, at version 0: they serve once the caller has brought them to the current weights and said
+        `admit`. One that did not come up is given up here, with a warning."""
+        found = []
+        for engine_id, member in enumerate(self._members):
+            if member.joining is None or not member.joining.done() or member.left:
+                continue
+            if (error := member.joining.exception()) is None:
+                found.append(engine_id)
+                continue
+            logger.warning("engine %d does not join: %s", engine_id, error)
+            self._part(member)
+        return found
+
+    def leave(self, engine_id: int) -> None:
+        """It takes no more work, but part in updates for as long as it answers what it has; see `part`."""
+        self._members[engine_id].leaving = True
+
+    def part(self) -> list[int]:
+        """End the engines that leave and have nothing left to answer; which."""
+        gone = []
+        for engine_id, member in enumerate(self._members):
+            if member.leaving and not member.left and not member.outstanding:
+                self._part(member)
+                gone.append(engine_id)
+        return gone
+
+    def _part(self, member: Member) -> None:
+        member.ready, member.left = False, True
+        if member.joining is not None:
+            member.joining.cancel()
+        self._closing(member)
 
     @property
     def engine_ids(self) -> list[int]:
@@ -105,7 +160,8 @@ class Fleet:
 
     @property
     def dead_ids(self) -> list[int]:
-        return [index for index, member in enumerate(self._members) if not member.ready]
+        """Places that want a fresh engine."""
+        return [index for index in self.staying if not self._members[index].ready and self._members[index].joining is None]
 
     async def call(self, engine_id: int, method: str, *args: Any) -> Any:
         """Run one engine method on one engine; raises what it raised, with its traceback."""
@@ -118,7 +174,8 @@ class Fleet:
         Every future ends: a task whose engine dies, or no longer answers, resolves to a result of kind `engine_died`; what an actor
         raises, such as a RewardError, is raised from every future of its wave.
         """
-        ready = self.engine_ids
+        # Those that leave are asked once more where no other is up just now.
+        ready = [engine_id for engine_id in self.engine_ids if not self._members[engine_id].leaving] or self.engine_ids
         if not ready:
             raise RuntimeError("no engine is up")
         loop = asyncio.get_running_loop()
@@ -161,16 +218,22 @@ class Fleet:
         await _start(engine_id, member)
 
     def admit(self, engine_id: int) -> None:
-        self._members[engine_id].ready = True
+        self._members[engine_id].ready, self._members[engine_id].joining = True, None
 
     async def close(self) -> None:
         """End every actor and what it started. Idempotent."""
         for wave in list(self._waves):
             wave.cancel()
-        closing = [member.actor.close.remote() for member in self._members]
+        there = [member for member in self._members if not member.left]
+        for member in there:
+            if member.joining is not None:
+                member.joining.cancel()
+        closing = [member.actor.close.remote() for member in there]
         ray.wait(closing, num_returns=len(closing), timeout=10.0)
-        for member in self._members:
+        for member in there:
             self._actors.end(member.actor)
+        for parting in list(self._partings):
+            await asyncio.wait({parting})
 
     async def _run_wave(self, engine_id: int, wave: Wave) -> None:
         """Whatever happens here reaches the wave's futures: nobody else would end them, and whoever waits would wait for ever."""
@@ -208,6 +271,19 @@ class Fleet:
         # A claim may be at work again by now, in a later wave: what counts is this wave's own future.
         unanswered = [task.claim_id for task, future in wave if not future.done()]
         assert member.actor is not actor or not unanswered, f"engine {engine_id} gave no result for claims {unanswered}"
+
+    def _closing(self, member: Member) -> None:
+        """End what the actor started, then the actor; beside everything else."""
+
+        async def end() -> None:
+            with suppress(RayError, TimeoutError):
+                async with asyncio.timeout(10.0):
+                    await member.actor.close.remote()
+            self._actors.end(member.actor)
+
+        parting = asyncio.ensure_future(end())
+        self._partings.add(parting)
+        parting.add_done_callback(self._partings.discard)
 
     def _lost(self, engine_id: int, actor: Any, reason: str) -> None:
         """The news may be late: a successor is not to be blamed for it."""

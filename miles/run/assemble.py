@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from miles.data.prompts import PromptDataset, PromptStream
 from miles.run.clock import Clock
 from miles.run.cluster import Places, cluster
 from miles.run.demands import EVALUATION, rl_demands
+from miles.run.engines import Staff
 from miles.run.evaluate import Evaluation, Evaluator, sampling_params
-from miles.run.evaluation_fleet import BothFleets, EvaluationFleet
+from miles.run.evaluation_fleet import FIRST_APART, BothFleets, EvaluationFleet
 from miles.run.folder import held
 from miles.run.live import Live
 from miles.run.prefix_overlap import PrefixOverlap
@@ -49,6 +51,9 @@ from weight_sync.transaction import PublishResult, UpdateAborted, WeightSync
 
 logger = logging.getLogger(__name__)
 
+ON_ONE_NODE = ("tensor", "views")
+"""Transports through memory that trainer and engines share."""
+
 PUBLISH_ATTEMPTS = 3
 REVIVE_ATTEMPTS = 3
 
@@ -72,6 +77,7 @@ class RLRun:
     teaching: Teaching | None = None
     overlap: PrefixOverlap | None = None
     apart: EvaluationFleet | None = None
+    staff: Staff | None = None
     version: int = 0
     steps: int = 0
 
@@ -96,6 +102,8 @@ class RLRun:
 
     async def take(self, clock: Clock) -> Taken:
         """The batch that version + 1 is trained on, with what a teacher outside of the trainer says of it."""
+        if self.staff is not None:
+            await self.staff.settle()
         if self.overlap is not None:
             await self.overlap.draw_memory(self.folder)
         with clock("rollout_wait"):
@@ -212,6 +220,7 @@ class RLRun:
             "version/trained": float(self.version),
             "weight_sync/bytes": float(published.bytes),
             "groups/trained": float(len(batch.groups)),
+            "engines/up": float(len(self.fleet.engine_ids)),
             "throughput/generated_tokens_per_s": responses / metrics["seconds/step"],
             "throughput/trained_tokens_per_s": sum(len(s.tokens) for g in batch.groups for s in g.trainable) / metrics["seconds/train"],
         }
@@ -305,7 +314,7 @@ def assemble(recipe: Resolved[RLRecipe], *, resume: bool, shared: Shared | None 
 
 def placed(config: RLRecipe) -> AbstractContextManager[Places]:
     """Ray, with a place for each process of a run. Raises ConfigError as `cluster`."""
-    return cluster(config.cluster, rl_demands(config), one_node=config.weight_sync.transport in ("tensor", "views"))
+    return cluster(config.cluster, rl_demands(config), one_node=config.weight_sync.transport in ON_ONE_NODE)
 
 
 def _build(
@@ -324,13 +333,12 @@ def _build(
 ) -> RLRun:
     rollout = config.rollout
 
-    def engines(role: str, name: str, count: int) -> Fleet:
+    def spec(name: str, number: int) -> RolloutSpec:
         logs = str(folder / "logs")
-        specs = [
-            RolloutSpec(model=config.model, rollout=rollout, reward=config.reward, log_folder=logs, name=f"{name}-{i}", lora=config.served_lora)
-            for i in range(count)
-        ]
-        return Fleet(specs, places.of(role), None if shared is None else shared.engines)
+        return RolloutSpec(model=config.model, rollout=rollout, reward=config.reward, log_folder=logs, name=f"{name}-{number}", lora=config.served_lora)
+
+    def engines(role: str, name: str, count: int) -> Fleet:
+        return Fleet([spec(name, i) for i in range(count)], places.of(role), None if shared is None else shared.engines)
 
     fleet = engines("engine", "engine", rollout.engines)
     others = engines(EVALUATION, "evaluation", config.evaluate.engines) if config.evaluate.engines else None
@@ -355,7 +363,7 @@ def _build(
         config.weight_sync,
         folder / "weight_sync.jsonl",
         trainer,
-        BothFleets(fleet, others, rollout.engines),
+        BothFleets(fleet, others, FIRST_APART),
         address=places.address("trainer rank"),
         backend="nccl" if config.trainer.gpus_per_rank and rollout.gpus_per_engine else "gloo",
     )
@@ -400,10 +408,13 @@ def _build(
     )
     if others is not None:
         assert evaluator is not None, "the recipe is checked for evaluate.every"
-        run.apart = EvaluationFleet(evaluator, others, rollout.engines, run.catch_up)
+        run.apart = EvaluationFleet(evaluator, others, FIRST_APART, run.catch_up)
     if config.run.prefix_overlap:
         run.overlap = PrefixOverlap(trainer, producer, rollout.samples_per_prompt, lambda: run.version)
         producer.submitted = run.overlap.submitted
+    if shared is None:
+        one_node = config.weight_sync.transport in ON_ONE_NODE
+        run.staff = Staff(folder, fleet, partial(spec, "engine"), places.node("trainer rank") if one_node else None, run.catch_up)
     return run
 
 

@@ -38,13 +38,15 @@ class Places:
             if demand.role == role
         ]
 
+    def node(self, role: str) -> str:
+        """Ray's id of the node that the role's first actor is on."""
+        index = next(i for i, demand in enumerate(self.demands) if demand.role == role)
+        return str(placement_group_table(self.group)["bundles_to_node_id"][index])
+
     def address(self, role: str) -> str:
         """Network address of the node that the role's first actor is on; loopback while there is only one node."""
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        if len(nodes) == 1:
-            return "127.0.0.1"
-        index = next(i for i, demand in enumerate(self.demands) if demand.role == role)
-        return nodes[placement_group_table(self.group)["bundles_to_node_id"][index]]
+        return "127.0.0.1" if len(nodes) == 1 else nodes[self.node(role)]
 
 
 @contextmanager

@@ -21,10 +21,14 @@ CatchUp = Callable[[int], Awaitable[str | None]]
 """Number of an engine -> None once it serves the trainer's weights, or what it died of."""
 
 
+FIRST_APART = 1000
+"""Number of the first engine that only evaluates."""
+
+
 class BothFleets:
     """The engines as weight sync sees them: those that roll out take part in every update, those behind them only catch up.
 
-    Example: with 2 engines that roll out, engine 0 of `apart` is number 2.
+    Example: engine 0 of `apart` is number `FIRST_APART`, however many others join.
     """
 
     def __init__(self, rollout: Fleet, apart: Fleet | None, first: int) -> None:

@@ -14,6 +14,7 @@ METRICS: dict[str, str] = {
     "groups/aborted": "groups aborted since the last step because others were done first (rollout.extra_prompts)",
     "groups/exhausted": "groups given up after max_attempts since the last step",
     "groups/refused_stale": "finished groups refused because they were older than max_staleness",
+    "engines/up": "engines that answer or may, at the end of the step",
     "queue/in_flight": "groups at work when the step's batch was complete",
     "queue/buffered": "finished groups left in the buffer then",
     # lengths

@@ -24,7 +24,7 @@ class Actor:
     """Stands where the Ray actor would, and runs a script for a wave. Scripts need no process, so each fault comes when it is wanted."""
 
     def __init__(self, script: Script, starts: Callable[[], Awaitable[None]]) -> None:
-        self.start = SimpleNamespace(remote=starts)
+        self.start = self.close = SimpleNamespace(remote=starts)
         self.run_groups = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=script))
 
 
@@ -182,3 +182,86 @@ def test_an_engine_that_does_not_come_up_is_named_with_where_to_look(make_fleet:
 
     with pytest.raises(RuntimeError, match=r"engine 0 did not come up within 0\.05 s: look into runs/run/logs"):
         asyncio.run(make_fleet(answers, starts=never).start())
+
+
+def another() -> Any:
+    return SimpleNamespace(log_folder="runs/run/logs", rollout=RolloutConfig())
+
+
+def test_an_engine_that_joined_works_once_it_was_admitted(make_fleet: Callable[..., Fleet]) -> None:
+    async def run() -> None:
+        fleet = make_fleet(answers, answers)
+        await fleet.start()
+        number = fleet.join(another(), None)
+        assert (number, fleet.arrived, fleet.engine_ids, fleet.dead_ids) == (1, [], [0], [])
+        await asyncio.sleep(0)
+        assert fleet.arrived == [1]
+        assert fleet.engine_ids == [0], "it has the weights of version 0"
+        fleet.admit(1)
+        assert (fleet.arrived, fleet.engine_ids, fleet.staying) == ([], [0, 1], [0, 1])
+        assert [r.kind for r in await outcome(fleet, tasks(0, 1, 2, 3))] == ["done"] * 4
+
+    asyncio.run(run())
+
+
+def test_one_that_does_not_come_up_is_given_up_and_healed_by_nobody(make_fleet: Callable[..., Fleet], caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        fleet = make_fleet(answers)
+        await fleet.start()
+
+        async def never() -> None:
+            raise RayActorError
+
+        fleet._actors = SimpleNamespace(spawn=lambda spec, place: Actor(answers, never), end=lambda actor: None)  # type: ignore[assignment]
+        fleet.join(another(), None)
+        await asyncio.sleep(0)
+        assert (fleet.arrived, fleet.dead_ids, fleet.engine_ids, fleet.staying) == ([], [], [0], [0])
+        assert "engine 1 does not join" in caplog.text
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_leaves_answers_what_it_has_and_takes_part_in_updates_until_then(make_fleet: Callable[..., Fleet]) -> None:
+    async def run() -> None:
+        go_on = asyncio.Event()
+
+        async def waits(wave: Sequence[GroupTask]) -> AsyncIterator[Awaitable[GroupResult]]:
+            await go_on.wait()
+            for task in wave:
+                yield done(task)
+
+        fleet = make_fleet(answers, waits)
+        await fleet.start()
+        fleet.join(another(), None)
+        await asyncio.sleep(0)
+        assert fleet.arrived == [1]
+        fleet.admit(1)
+        running = asyncio.ensure_future(outcome(fleet, tasks(1)))
+        await asyncio.sleep(0)
+        fleet.leave(1)
+        assert (fleet.part(), fleet.engine_ids, fleet.staying) == ([], [0, 1], [0])
+        assert [r.kind for r in await outcome(fleet, tasks(3, 5))] == ["done", "done"], "engine 0 has them, engine 1 would not answer"
+        go_on.set()
+        assert [r.kind for r in await running] == ["done"]
+        assert (fleet.part(), fleet.engine_ids, fleet.dead_ids) == ([1], [0], [])
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_while_it_leaves_is_not_replaced(make_fleet: Callable[..., Fleet]) -> None:
+    async def run() -> None:
+        fleet = make_fleet(answers, hangs)
+        await fleet.start()
+        fleet.join(another(), None)
+        await asyncio.sleep(0)
+        assert fleet.arrived == [1]
+        fleet.admit(1)
+        running = asyncio.ensure_future(outcome(fleet, tasks(1)))
+        await asyncio.sleep(0)
+        fleet.leave(1)
+        fleet.mark_dead(1, "killed")
+        assert [r.kind for r in await running] == ["engine_died"]
+        assert fleet.dead_ids == []
+        assert fleet.part() == [1]
+
+    asyncio.run(run())

@@ -98,6 +98,17 @@ def kills_who_evaluates_version_2(sample: Any, *, prompt: Any, text: str, flag: 
     return share_of_a(sample, prompt=prompt, text=text)
 
 
+def asks_for_engines(sample: Any, *, prompt: Any, text: str, folder: str) -> float:
+    """`share_of_a`; the first call of all asks for two engines more, and the 40th (in the third step of 16 samples) for one in all."""
+    from miles.run.engines import ask
+
+    with (Path(folder).parent / "calls").open("a") as calls:
+        calls.write(".")
+        if (number := calls.tell()) in (1, 40):
+            ask(Path(folder), 3 if number == 1 else 1)
+    return share_of_a(sample, prompt=prompt, text=text)
+
+
 def kills_its_engine_once(sample: Any, *, prompt: Any, text: str, flag: str) -> float:
     """`share_of_a`, except that the 40th call of all (in the third step of 16 samples) kills the rollout actor, whose child this reward worker is."""
     with Path(flag).open("a") as calls:

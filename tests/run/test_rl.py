@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import ray
 from miles.config import ConfigError
 from miles.core.checkpoint.store import CheckpointStore, read_manifest
 from miles.run import convert, rl, sft
+from miles.run.engines import Staff
 from tests.run.runs import learned, make_task, records, rl_overrides, rl_recipe, sft_recipe, weights
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -127,6 +129,27 @@ def test_an_engine_killed_in_the_middle_of_a_rollout_changes_nothing(task: dict[
     rl.run(rl_recipe(task, tmp_path / "run", *EXACT_PPO, "checkpoint.export=true", "weight_sync.transport=views", reward))
     assert sum(r["groups/failed"] for r in records(tmp_path / "run")) > 0
     assert weights(tmp_path / "run") == weights(whole)
+
+
+@pytest.mark.full
+def test_engines_join_and_leave_a_run_and_nobody_can_tell_from_the_weights(
+    task: dict[str, Path], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that joins first takes the current weights; with exact operators any number of engines gives the same bits."""
+    settle = Staff.settle
+
+    async def patient(staff: Staff) -> None:
+        """A step here is over long before an engine is up."""
+        if coming := {member.joining for member in staff._fleet._members if member.joining is not None}:
+            await asyncio.wait(coming)
+        await settle(staff)
+
+    monkeypatch.setattr(Staff, "settle", patient)
+    folder = tmp_path / "run"
+    reward = f'reward.functions=[{{name="tests.run.runs:asks_for_engines", args={{folder="{folder}"}}}}]'
+    rl.run(rl_recipe(task, folder, *EXACT_PPO, "checkpoint.export=true", reward))
+    assert [r["engines/up"] for r in records(folder)] == [1, 1, 3, 1]
+    assert weights(folder) == weights(whole)
 
 
 @pytest.mark.full

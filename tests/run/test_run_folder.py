@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles.config import ConfigError
-from miles.run import folder
+from miles.run import engines, folder
 from miles.run.recipe import RunConfig
 
 HOLD = (
@@ -53,3 +53,16 @@ def test_a_folder_that_the_system_will_not_make_is_refused() -> None:
         folder.held(RunConfig(folder="/proc/run")),
     ):
         pass
+
+
+def test_engines_are_asked_for_of_a_run_that_is_at_work_alone(tmp_path: Path) -> None:
+    run = RunConfig(folder=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="no run is at work in"):
+        engines.ask(tmp_path / "run", 2)
+    with folder.held(run):
+        with pytest.raises(ConfigError, match="0 engines cannot answer anything"):
+            engines.ask(tmp_path / "run", 0)
+        engines.ask(tmp_path / "run", 2)
+        assert (tmp_path / "run" / engines.WANTED).read_text() == "2\n"
+    with pytest.raises(ConfigError, match="no run is at work in"):
+        engines.ask(tmp_path / "run", 2)
