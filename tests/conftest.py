@@ -56,6 +56,7 @@ FORKS = {  # of one server that has torch imported, see tests/forks.py
     "tests/conformance/test_weight_sync_views.py",
     "tests/core/checkpoint/test_checkpoint_writer.py",
     "tests/core/model/test_packed_fsdp.py",
+    "tests/trainer/fsdp/test_compiled.py",
     "tests/trainer/megatron/test_convert.py",
     "tests/trainer/split_forward/test_hilore_ranks.py",
     "tests/trainer/split_forward/test_sharing_ranks.py",

@@ -74,6 +74,9 @@ class TrainerConfig(OptimizerConfig):
     activation_risk: float = Field(
         0.01, ge=0, description="hilore: error of an optimizer step's gradient that 8-bit activations may cause, relative to its norm; 0: exact, none is used"
     )
+    compile: bool = Field(
+        False, description="fsdp: torch.compile of each decoder layer around its attention, which makes the first steps longer by a minute or more"
+    )
     offload: bool = Field(
         False, description="fsdp: weights, gradients and AdamW stay in CPU memory and are updated there; a GPU has what is gathered, layer by layer"
     )
@@ -98,6 +101,15 @@ class TrainerConfig(OptimizerConfig):
             raise ValueError(
                 f"trainer.ranks = {self.ranks} does not divide by trainer.replicas x trainer.tensor_parallel = {self.replicas} x {self.tensor_parallel}"
             )
+        for wanted, what in (
+            (self.backend == "megatron", "trainer.backend = 'megatron'"),
+            (self.prompt_sharing, "trainer.prompt_sharing"),
+            (self.activations == "hilore", "trainer.activations = 'hilore'"),
+            (self.tensor_parallel > 1, f"trainer.tensor_parallel = {self.tensor_parallel}"),
+            (self.expert_parallel > 1, f"trainer.expert_parallel = {self.expert_parallel}"),
+        ):
+            if self.compile and wanted:
+                raise ValueError(f"trainer.compile does not go with {what}: leave one of them out")
         experts = self.backend == "fsdp" and self.expert_parallel > 1
         if experts and self.expert_parallel != self.ranks:
             raise ValueError(f"trainer.expert_parallel = {self.expert_parallel} of trainer.ranks = {self.ranks}: fsdp divides experts over all ranks or none")

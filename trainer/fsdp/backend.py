@@ -106,7 +106,7 @@ class FSDPBackend:
         self._mesh = open_mesh(trainer, rank, world, self.device)
         rng.seed_all(seed, rank)
         check_divided(model, trainer, lora)
-        build = partial(build_model, model, master_dtype=master_dtype, mesh=self._mesh, device=self.device)
+        build = partial(build_model, model, master_dtype=master_dtype, mesh=self._mesh, device=self.device, compiled=trainer.compile)
         assert base is None or lora is not None, "weights that are trained cannot be shared"
         rewards = isinstance(pairs, RewardModelConfig)
         if rewards and lora is not None:

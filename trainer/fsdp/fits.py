@@ -65,6 +65,8 @@ def check_divided(model: ModelConfig, trainer: TrainerConfig, lora: LoraConfig |
         for wanted, what in ((lora is not None, "[lora]"), (model.true_on_policy, "model.true_on_policy")):
             if wanted:
                 raise ValueError(f"trainer.tensor_parallel = {trainer.tensor_parallel} does not go with {what}: leave one of them out")
+    if trainer.compile and model.true_on_policy:
+        raise ValueError("trainer.compile does not go with model.true_on_policy, whose operators the compiler would replace: leave one of them out")
     if trainer.expert_parallel > 1:
         adapted = lora is not None and bool({"gate_up_proj", "down_proj"} & set(lora.targets))
         for wanted, what in ((adapted, "experts among lora.targets"), (model.true_on_policy, "model.true_on_policy")):

@@ -18,6 +18,7 @@ from miles.core.model.load import load_config, load_model
 from miles.core.model.lora import add_adapters
 from miles.core.model.reward import add_reward_head, reward_shell
 from miles.core.model.tensor_files import open_tensor_files
+from trainer.fsdp.compiled import compile_layers
 from trainer.fsdp.expert_parallel import divide_experts
 from trainer.fsdp.loading import fill, materialise, share, shell_of, sources_of
 from trainer.fsdp.mesh import Mesh
@@ -37,11 +38,12 @@ def build_model(
     lora_seed: int = 0,
     frozen: Sequence[str] = (),
     base: PreTrainedModel | None = None,
+    compiled: bool = False,
 ) -> PreTrainedModel:
     """The policy (or a reference) on `device`, parameters in `master_dtype`. With `reward_seed` a reward model, its head made from that.
     With `lora` adapters, drawn from `lora_seed`, are all there is to train; parameters whose names match a pattern of `frozen` are not trained.
     `activations` governs what layers keep; without it they keep everything. With `base`, a model of the same `config` with adapters of its own, all
-    but the adapters is that one's, in the same memory.
+    but the adapters is that one's, in the same memory. `compiled`: its layers are, by torch.compile.
 
     It stays in eval mode: dropout would make the importance ratio of an on-policy token differ from 1.
     """
@@ -55,7 +57,7 @@ def build_model(
         freeze(model, frozen)
         return model
 
-    ready = partial(prepare, config=config, master_dtype=master_dtype, mesh=mesh, device=device, activations=activations, base=base)
+    ready = partial(prepare, config=config, master_dtype=master_dtype, mesh=mesh, device=device, activations=activations, base=base, compiled=compiled)
     if lora is not None and lora.dora:  # its magnitudes are those of the weights, which must be there
         return ready(changed(load_model(config.path, master_dtype, trust_remote_code=config.trust_remote_code)))
     return load_divided(config, master_dtype, changed, ready, shared=base is not None)
@@ -94,6 +96,7 @@ def prepare(
     device: torch.device,
     activations: Activations | None = None,
     base: PreTrainedModel | None = None,
+    compiled: bool = False,
 ) -> PreTrainedModel:
     """A model, loaded or without weights, made ready to be trained on this rank: see `build_model`. Parameters without weights get their memory,
     this rank's part alone."""
@@ -102,11 +105,13 @@ def prepare(
         from miles.core.model.batch_invariant import make_batch_invariant
 
         make_batch_invariant(model)
-    if device.type == "cpu":
+    if device.type == "cpu" and not compiled:
         fuse_layers(model)
     if mesh.tensor is not None:
         parallelise(model, mesh.tensor)
     apart = set[nn.Parameter]() if mesh.experts is None else divide_experts(model, mesh.experts)
+    if compiled:
+        compile_layers(decoder_layers(model))
     if activations is not None:
         activations.attach(decoder_layers(model))
     compute_dtype = compute_dtype_of(config, master_dtype)
