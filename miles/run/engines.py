@@ -85,6 +85,7 @@ class Staff:
         needs = {"CPU": float(spec.rollout.threads), "GPU": float(spec.rollout.gpus_per_engine)}
         lacking = [f"{need:g} {kind}s, of which {free.get(kind, 0.0):g} are free" for kind, need in needs.items() if need > free.get(kind, 0.0)]
         if lacking and self._refused != wanted:
-            logger.warning("%d engines are wanted and %d are there: one more needs %s", wanted, len(self._fleet.staying), "; ".join(lacking))
+            cure = "a cluster that is started for a run has cluster.cpus to share out"
+            logger.warning("%d engines are wanted and %d are there: one more needs %s; %s", wanted, len(self._fleet.staying), ", ".join(lacking), cure)
             self._refused = wanted
         return not lacking
