@@ -12,8 +12,8 @@ from miles.run import rl, tenants
 from miles.run.recipe import RLRecipe
 from tests.run.runs import learned, make_task, rl_overrides, rl_recipe
 
-LORA = ("lora.rank=4", "lora.alpha=8", "checkpoint.export=true", "run.steps=3", 'reward.functions=[{name="tests.run.runs:share_of", args={letter="a"}}]')
-TWO = ("lora.rank=2", 'lora.targets=["q_proj", "v_proj"]', "trainer.lr=3e-2", 'reward.functions=[{name="tests.run.runs:share_of", args={letter="b"}}]')
+LORA = ("lora.rank=4", "lora.alpha=8", "checkpoint.export=true", "run.steps=3", 'reward.functions=[{name="tests.run.runs:share_of", args={letter="b"}}]')
+TWO = ("lora.rank=2", 'lora.targets=["q_proj", "v_proj"]', "trainer.lr=3e-2", 'reward.functions=[{name="tests.run.runs:share_of", args={letter="a"}}]')
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,18 @@ def test_a_tenant_trains_what_it_would_alone_bit_for_bit(alone: Path, together: 
 
 def test_tenants_that_fail_are_named_when_the_others_are_done(together: tuple[Path, str]) -> None:
     assert together[1] == "2 of 4 tenants failed, the others are done: raises, wild"
+
+
+@pytest.mark.full
+def test_a_tenant_outlives_the_engine_that_all_of_them_share(task: dict[str, Path], tmp_path: Path, ray_cluster: None) -> None:
+    """Its reward kills the process in the third step: the next one has each tenant at its own version."""
+    kills = f'reward.functions=[{{name="tests.run.runs:kills_its_engine_once", args={{flag="{tmp_path / "flag"}"}}}}]'
+    two = (f"tenants.two.{override}" for override in (*TWO[:-1], kills))
+    assert tenants.run(rl_recipe(task, tmp_path / "run", *LORA, "tenants.one.trainer.lr=1e-2", *two)) == 0
+    steps = learned(tmp_path / "run" / "two")
+    assert len(steps) == len(learned(tmp_path / "run" / "one")) == 3
+    assert steps[-1]["groups/failed"] > 0
+    assert max(step["mismatch/logprob_abs_max"] for step in steps) < 1e-4  # what an engine at version 0 would not be within
 
 
 @pytest.mark.parametrize(
