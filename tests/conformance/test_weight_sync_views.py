@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from miles.data.types import Sample, Status
 from tests.weight_sync.cast import Cast, publish
-from tests.weight_sync.parts import export_shas
+from tests.weight_sync.parts import export_shas, limit_file_size
 from trainer.fsdp.backend import FSDPBackend
 from weight_sync.gather import export_specs
 from weight_sync.transaction import UpdateAborted
@@ -31,6 +32,14 @@ def sft_step(backend: FSDPBackend, rank: int, seed: int) -> None:
         status=Status.COMPLETED,
     )
     backend.step_sft([sample])
+
+
+def save(backend: FSDPBackend, rank: int, folder: str) -> None:
+    backend.save(Path(folder) / "step_00000001", {}, asynchronous=False)
+
+
+def load(backend: FSDPBackend, rank: int, folder: str) -> None:
+    backend.load(Path(folder) / "step_00000001")
 
 
 def train(cast: Cast, seed: int) -> dict[str, str]:
@@ -144,6 +153,10 @@ def test_weights_that_moved_into_shared_memory_train_to_the_same_bits(layout: st
         publish(here.sync(tmp_path / "journal", "views"), 1)
         for seed in (6, 7):
             assert train(here, seed) == train(there, seed)
+        exported = train(here, 8)
+        asyncio.run(here.trainer.run_on_ranks(save, str(tmp_path / "checkpoints")))
+        asyncio.run(there.trainer.run_on_ranks(load, str(tmp_path / "checkpoints")))
+        assert asyncio.run(there.trainer.run_on_ranks(export_shas, "float32"))[0] == exported
     finally:
         here.close()
         there.close()
@@ -152,3 +165,19 @@ def test_weights_that_moved_into_shared_memory_train_to_the_same_bits(layout: st
 def _made(folder: Path) -> Path:
     folder.mkdir()
     return folder
+
+
+def test_too_little_room_is_said_and_leaves_nothing_open(tiny_model: Path, tmp_path: Path) -> None:
+    cast = Cast(tiny_model, tmp_path, world=1, engines=1)
+    try:
+        asyncio.run(cast.trainer.run_on_ranks(limit_file_size, 10_000))
+        before = asyncio.run(cast.trainer.run_on_ranks(open_files))[0]
+        with pytest.raises(UpdateAborted, match=r"make_home: weight_sync.transport = 'views' cannot reserve \d+ bytes of shared memory"):
+            publish(cast.sync(tmp_path / "journal", "views"), 1)
+        assert asyncio.run(cast.trainer.run_on_ranks(open_files))[0] == before
+    finally:
+        cast.close()
+
+
+def open_files(backend: FSDPBackend, rank: int) -> int:
+    return sum("miles-weights" in os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())

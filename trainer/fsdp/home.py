@@ -7,9 +7,11 @@ each steps what it has. So does what is no parameter.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from weight_sync.contracts import Home, Placed
+from weight_sync.contracts import Home, Placed, WeightSyncError
 from weight_sync.slices import Block
 from weight_sync.transports.views import HEADER, counter
 
@@ -43,11 +45,9 @@ class SharedParameters:
         self._descriptor: int | None = None
 
     def home(self, path: str | None) -> Home:
-        """See `HomedSource.weight_home`."""
+        """See `HomedSource.weight_home`. Raises WeightSyncError where there is no room."""
         if self._path is None and path is None:
-            self._descriptor = os.memfd_create("miles-weights")
-            # Pages are taken now: a mapping that finds none later kills the process.
-            os.posix_fallocate(self._descriptor, 0, self._bytes)
+            self._descriptor = _reserved(self._bytes)
             self._path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         elif path is not None and self._count is None:
             self._path = path
@@ -61,20 +61,25 @@ class SharedParameters:
             self._count.add_(1)
 
     def _move(self, path: str) -> None:
-        flat = torch.from_file(path, shared=True, size=self._bytes, dtype=torch.uint8)
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), self._bytes)
         padded: dict[int, Tensor] = {}
         with torch.no_grad():
             for name, tensor in self._whole.items():
-                rows, width, start = _rows(tensor), tensor.shape[1:], self._offsets[name]
-                whole = flat[start : start + rows * prod(width) * tensor.element_size()].view(tensor.dtype).view(rows, *width)
+                width, row = tensor.shape[1:], prod(tensor.shape[1:]) * tensor.element_size()
+
+                def rows(first: int, count: int, tensor: Tensor = tensor, start: int = self._offsets[name], width: Any = width, row: int = row) -> Tensor:
+                    # A storage of its own: who copies a storage whole, as checkpoints do, copies no other parameter and no other rank's rows.
+                    return torch.frombuffer(memory, dtype=tensor.dtype, count=count * prod(width), offset=start + first * row).view(count, *width)
+
                 if not isinstance(tensor, DTensor):
-                    tensor.data = whole.copy_(tensor)
+                    tensor.data = rows(0, len(tensor)).copy_(tensor)
                     continue
                 own, mesh = tensor.to_local(), tensor.device_mesh
                 _, (first, *_) = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-                height = rows // mesh.size()
+                height = _rows(tensor) // mesh.size()
                 # A rank behind the last row begins anywhere; its padding lies at the end.
-                place = whole.narrow(0, first if len(own) else rows - height, height)
+                place = rows(first if len(own) else _rows(tensor) - height, height)
                 place[len(own) :].zero_()
                 tensor._local_tensor = place[: len(own)].copy_(own)
                 padded[id(tensor)] = place
@@ -95,6 +100,17 @@ class SharedParameters:
         except RuntimeError:
             return None
         return Placed(block.name, self._offsets[name] // tensor.element_size() + int(view.storage_offset()), tuple(view.stride()))
+
+
+def _reserved(size: int) -> int:
+    """A file without a name of so many bytes, which are taken now: a mapping that finds a limit reached later kills the process."""
+    descriptor = os.memfd_create("miles-weights")
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        os.close(descriptor)
+        raise WeightSyncError(f"weight_sync.transport = 'views' cannot reserve {size} bytes of shared memory for the weights: {error.strerror}") from error
+    return descriptor
 
 
 def _can_lie_whole(tensor: Tensor) -> bool:
