@@ -23,7 +23,7 @@ def check(run: RunConfig, *, resume: bool) -> None:
     folder = Path(run.folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run.folder = {run.folder!r} is a file; name a new folder")
-    content = sorted(path.name for path in folder.iterdir() if path.name != LOCK) if folder.exists() else []
+    content = content_of(run)
     if content and not resume:
         shown = ", ".join(content[:3]) + (", ..." if len(content) > 3 else "")
         raise ConfigError(f"run.folder = {run.folder!r} is not empty (it holds {shown}): name a new folder, or go on with that run by --resume")
@@ -34,6 +34,12 @@ def check(run: RunConfig, *, resume: bool) -> None:
         raise ConfigError(f"run.folder = {run.folder!r} lies below {str(parent)!r}, which is a file; name a new folder")
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"run.folder = {run.folder!r} cannot be written: you may not write to {str(parent)!r}; name another folder")
+
+
+def content_of(run: RunConfig) -> list[str]:
+    """Names of what a run has left in its folder."""
+    folder = Path(run.folder)
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK) if folder.is_dir() else []
 
 
 @contextmanager

@@ -36,9 +36,11 @@ def check_rl(resolved: Resolved[RLRecipe], *, resume: bool = False) -> None:
     """Raises ConfigError for the first thing that would stop `miles rl` or `miles distill`."""
     recipe = resolved.config
     if recipe.tenants:
+        folder.check(recipe.run, resume=resume)
         for name, own in recipe.of_tenants().items():
             try:
-                check_rl(Resolved(own, resolved.origins), resume=resume)
+                # One that is new, or whose folder the run did not come to before it ended, begins.
+                check_rl(Resolved(own, resolved.origins), resume=resume and bool(folder.content_of(own.run)))
                 _check_experts(own, tenants=True)
             except ConfigError as error:
                 raise ConfigError(f"tenant {name}: {error}") from error

@@ -9,6 +9,7 @@ import pytest
 
 from miles.config import ConfigError, load
 from miles.run import rl, tenants
+from miles.run.preflight import check_rl
 from miles.run.recipe import RLRecipe
 from tests.run.runs import learned, make_task, rl_overrides, rl_recipe
 
@@ -92,6 +93,17 @@ def test_what_a_tenant_does_not_say_is_as_in_the_recipe(task: dict[str, Path], t
     recipe = load(RLRecipe, None, [*rl_overrides(task, tmp_path / "run"), *LORA, "tenants.two.lora.rank=2", "tenants.two.trainer.warmup_steps=1"]).config
     two = recipe.of_tenants()["two"]
     assert two == load(RLRecipe, None, [*rl_overrides(task, tmp_path / "run" / "two"), *LORA, "lora.rank=2", "trainer.warmup_steps=1"]).config
+
+
+def test_a_tenant_that_had_not_begun_begins_when_the_others_go_on(task: dict[str, Path], tmp_path: Path) -> None:
+    recipe = rl_recipe(task, tmp_path / "run", *LORA, "tenants.one.trainer.lr=1e-2", "tenants.two.trainer.lr=1e-3")
+    with pytest.raises(ConfigError, match="holds no run to go on with"):
+        check_rl(recipe, resume=True)
+    (tmp_path / "run" / "one").mkdir(parents=True)
+    (tmp_path / "run" / "one" / "metrics.jsonl").touch()
+    check_rl(recipe, resume=True)
+    with pytest.raises(ConfigError, match="is not empty"):
+        check_rl(recipe, resume=False)
 
 
 def _bytes(folder: Path) -> dict[str, str]:
