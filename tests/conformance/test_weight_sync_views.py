@@ -108,9 +108,16 @@ def test_an_answer_that_runs_while_the_weights_move_is_never_given(cast: Cast, t
 
     async def both() -> BaseException | None:
         engine = cast.engines
-        answer = asyncio.ensure_future(engine.call(0, "generate_long"))
-        await engine.call(0, "wait_until_generating")
+        for _ in range(20):
+            answer = asyncio.ensure_future(engine.call(0, "generate_long"))
+            await engine.call(0, "wait_until_generating")
+            await engine.call(0, "pause", "in_place")  # an answer takes less time than a step: it must not end before that
+            if (await engine.call(0, "health")).running:
+                break
+            await engine.call(0, "resume")
+            await answer
         await cast.trainer.run_on_ranks(sft_step, 2)
+        await engine.call(0, "resume")
         return (await asyncio.gather(answer, return_exceptions=True))[0]
 
     assert "the trainer's weights have moved" in str(asyncio.run(both()))
