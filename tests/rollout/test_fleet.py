@@ -184,6 +184,15 @@ def test_an_engine_that_does_not_come_up_is_named_with_where_to_look(make_fleet:
         asyncio.run(make_fleet(answers, starts=never).start())
 
 
+async def joined(fleet: Fleet) -> None:
+    """A second engine, at work."""
+    await fleet.start()
+    fleet.join(another(), None)
+    await asyncio.sleep(0)
+    assert fleet.arrived == [1]
+    fleet.admit(1)
+
+
 def another() -> Any:
     return SimpleNamespace(log_folder="runs/run/logs", rollout=RolloutConfig())
 
@@ -231,11 +240,7 @@ def test_an_engine_that_leaves_answers_what_it_has_and_takes_part_in_updates_unt
                 yield done(task)
 
         fleet = make_fleet(answers, waits)
-        await fleet.start()
-        fleet.join(another(), None)
-        await asyncio.sleep(0)
-        assert fleet.arrived == [1]
-        fleet.admit(1)
+        await joined(fleet)
         running = asyncio.ensure_future(outcome(fleet, tasks(1)))
         await asyncio.sleep(0)
         fleet.leave(1)
@@ -251,11 +256,7 @@ def test_an_engine_that_leaves_answers_what_it_has_and_takes_part_in_updates_unt
 def test_an_engine_that_dies_while_it_leaves_is_not_replaced(make_fleet: Callable[..., Fleet]) -> None:
     async def run() -> None:
         fleet = make_fleet(answers, hangs)
-        await fleet.start()
-        fleet.join(another(), None)
-        await asyncio.sleep(0)
-        assert fleet.arrived == [1]
-        fleet.admit(1)
+        await joined(fleet)
         running = asyncio.ensure_future(outcome(fleet, tasks(1)))
         await asyncio.sleep(0)
         fleet.leave(1)

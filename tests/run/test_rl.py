@@ -104,6 +104,7 @@ def test_with_extra_prompts_nobody_waits_for_the_slowest_and_its_claim_ends_once
     assert told in caplog.text
 
 
+@pytest.mark.full
 def test_engines_that_only_evaluate_change_nothing_and_one_that_is_killed_costs_its_evaluation_alone(task: dict[str, Path], tmp_path: Path) -> None:
     """Against the same run whose engines evaluate between two steps: with exact operators, the same answers and the same weights."""
     common = ("model.true_on_policy=true", "evaluate.every=2", f'evaluate.data.paths=["{task["test"]}"]', "evaluate.max_new_tokens=6", *KEPT, "cluster.cpus=3")
